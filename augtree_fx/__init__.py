@@ -1,0 +1,42 @@
+"""augtree-fx: the prompt that a group of rows shares is computed once, differentiably, in unmodified models and trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+
+def _extend_path_in_checkout() -> None:
+    """Make `augtree_fx.transforms` importable from a bare checkout, where it lies beside this package, not inside it.
+
+    Installs keep it inside the package, so nothing happens there. A folder counts as our checkout only if its
+    pyproject.toml says so: somebody's own `transforms`, beside a copied `augtree_fx`, is never picked up.
+    """
+    package = Path(__file__).resolve().parent
+    if (package / "transforms" / "__init__.py").is_file():
+        return
+    root = package.parent
+    project = root / "pyproject.toml"
+    if project.is_file() and '\nname = "augtree-fx"\n' in project.read_text(encoding="utf-8"):
+        __path__.append(str(root))
+
+
+_extend_path_in_checkout()
+
+from . import ops  # noqa: E402  (declares torch.ops.augtree)
+from .costs import CostModel  # noqa: E402
+from .explain import Explanation, explain  # noqa: E402
+from .face import RewriteError, restore, transform  # noqa: E402
+from .layout import TreeLayout  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "CostModel",
+    "Explanation",
+    "RewriteError",
+    "TreeLayout",
+    "explain",
+    "ops",
+    "restore",
+    "transform",
+]

@@ -1,0 +1,166 @@
+"""`explain`: what was captured and rewritten, what the batch shares, and what that is expected to cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
+from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.stack import estimated_costs
+
+from . import kernels
+from .kernels.problem import Problem
+from .layout import TreeLayout
+from .plan import Candidate, candidates
+from .reference import AttentionSpec
+from .rows import training_rows
+from .tables import decode_calls
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; ``print`` it.
+
+    Attributes:
+        model_name: class of the model.
+        transformed: whether the model is transformed.
+        sites: captured attention sites.
+        refusals: sites that cannot be rewritten, with the reason.
+        layout: tree of the given batch, or ``None``.
+        plan: ways to run the batch with their costs, the chosen one marked; empty without a batch.
+        calls: kernel calls of one layer, in words.
+        fallbacks: how often the original forward ran, by reason.
+        num_shared: batches that were shared so far.
+    """
+
+    model_name: str
+    transformed: bool
+    sites: tuple[AttentionSite, ...]
+    refusals: tuple[Refusal, ...]
+    layout: TreeLayout | None
+    plan: tuple[Candidate, ...]
+    calls: tuple[tuple[str, ...], ...]
+    fallbacks: dict[str, int]
+    num_shared: int
+
+    def __str__(self) -> str:
+        parts = [self._sites()]
+        if self.layout is not None:
+            parts += [self._tree(self.layout), self._plan(), self._calls()]
+        parts.append(self._history())
+        return "\n\n".join(part for part in parts if part)
+
+    def _sites(self) -> str:
+        state = "transformed" if self.transformed else "not transformed"
+        head = f"{self.model_name}: {state}, {len(self.sites)} attention sites captured, {len(self.refusals)} refused"
+        counted = Counter(
+            (site.class_name, f"{site.scale:.4g}", site.window or "-", site.softcap or "-",
+             "yes" if site.sinks else "-", site.dropout or "-")
+            for site in self.sites
+        )
+        rows = [(*key, number, "rewritten" if self.transformed else "captured") for key, number in counted.items()]
+        rows += [(refusal.class_name, "", "", "", "", "", refusal.name, refusal.reason) for refusal in self.refusals]
+        headers = ("attention", "scale", "window", "soft-cap", "sinks", "dropout", "layers", "status")
+        return head + "\n" + tabulate(rows, headers=headers)
+
+    @staticmethod
+    def _tree(layout: TreeLayout) -> str:
+        rows = []
+        for level in range(layout.num_levels):
+            nodes = slice(int(layout.level_begin[level]), int(layout.level_begin[level + 1]))
+            length = layout.length[nodes]
+            rows.append((level, len(length), int(length.sum()), int(length.min()), int(length.max())))
+        groups = len({layout.path(int(node))[0] for node in layout.row_node if node >= 0})
+        head = (
+            f"tree: {layout.num_rows} rows in {groups} groups; tokens {layout.num_row_tokens} -> {layout.num_tokens} "
+            f"(token ratio {layout.token_ratio:.2f}), attention ratio {layout.attention_ratio:.2f}"
+        )
+        return head + "\n" + tabulate(rows, headers=("level", "nodes", "tokens", "shortest", "longest"))
+
+    def _plan(self) -> str:
+        rows = [
+            ("->" if item.chosen else "", item.name, item.tokens, item.attention_pairs, item.calls,
+             f"{item.relative_cost:.3f}", item.reason)
+            for item in self.plan
+        ]
+        headers = ("", "plan", "tokens", "attention pairs", "calls a layer", "relative cost", "reason")
+        return "plan\n" + tabulate(rows, headers=headers)
+
+    def _calls(self) -> str:
+        return "kernel calls of a layer\n" + tabulate(self.calls, headers=("window", "queries", "keys", "segments",
+                                                                         "mask", "kernel", "passed over"))
+
+    def _history(self) -> str:
+        if not self.transformed:
+            return ""
+        lines = [f"batches shared so far: {self.num_shared}"]
+        lines += [f"original forward, {number} times: {reason}" for reason, number in self.fallbacks.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    model: nn.Module,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Explanation:
+    """Say what `transform` does to a model and what a batch shares. Runs no forward and changes nothing.
+
+    Args:
+        model: a transformers model, transformed or not.
+        input_ids: ``[batch, sequence]``, or ``None`` to look at the model alone.
+        attention_mask, position_ids: as passed to the model.
+
+    Raises:
+        TypeError, NotImplementedError: not a decoder of transformers.
+        ValueError: a batch that cannot be read (see `TreeLayout.from_padded`).
+    """
+    stack = find_stack(model)
+    transformed = is_installed(stack)
+    state: StackState
+    refusals: list[Refusal] = []
+    if transformed:
+        state = getattr(stack, STATE)
+    else:
+        sites, refusals = capture_stack(stack)
+        state = StackState(tuple(sites))
+    layout, plan, calls = None, (), ()
+    if input_ids is not None:
+        host = training_rows(input_ids, attention_mask, position_ids)
+        costs = state.costs or estimated_costs(stack, host.device)
+        layout = TreeLayout.from_rows(host, costs=costs)
+        plan = candidates(host, costs, stack.config)
+        calls = _describe_calls(stack, state, layout)
+    return Explanation(
+        model_name=type(model).__name__, transformed=transformed, sites=state.sites, refusals=tuple(refusals),
+        layout=layout, plan=plan, calls=calls, fallbacks=dict(state.fallbacks), num_shared=state.num_shared,
+    )
+
+
+def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> tuple[tuple[str, ...], ...]:
+    if not layout.shares or not state.sites:
+        return ()
+    dtype = next(stack.parameters()).dtype
+    if torch.is_autocast_enabled(layout.device.type):
+        dtype = torch.get_autocast_dtype(layout.device.type)
+    heads = stack.config.num_attention_heads
+    head_dim = getattr(stack.config, "head_dim", None) or stack.config.hidden_size // heads
+    example = torch.empty(1, heads, head_dim, dtype=dtype, device=layout.device)
+    rows = []
+    for window, softcap in sorted({(site.window, site.softcap) for site in state.sites}, key=str):
+        tables = layout.tables(window)
+        bites = window if tables.kv_index is not None else None
+        for call in decode_calls(tables.segments, tables.cu_seqlens):
+            problem = Problem.of(example, example, call, AttentionSpec(1.0, bites or 0, softcap))
+            choice = kernels.choose(problem, state.kernel)
+            passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
+            rows.append((
+                str(bites or "-"), str(problem.num_queries), str(problem.num_keys), str(problem.num_segments),
+                "causal" if call.causal else "none", choice.name, passed,
+            ))
+    return tuple(rows)

@@ -1,0 +1,85 @@
+"""`transform` and `restore`: the two verbs most users need."""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeVar
+
+from torch import nn
+
+from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
+
+from . import kernels
+from .costs import CostModel
+
+logger = logging.getLogger("augtree_fx")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class RewriteError(NotImplementedError):
+    """The model has an attention site that cannot be rewritten; ``refusals`` says which and why."""
+
+    def __init__(self, model: nn.Module, refusals: list[Refusal]) -> None:
+        self.refusals = refusals
+        shown = "\n".join(f"  {refusal}" for refusal in refusals[:8])
+        more = f"\n  and {len(refusals) - 8} more" if len(refusals) > 8 else ""
+        super().__init__(
+            f"{type(model).__name__} cannot be transformed, {len(refusals)} refusals:\n{shown}{more}\n"
+            "Pass strict=False to leave such a model unchanged."
+        )
+
+
+def transform(
+    model: Model, *, kernel: str = "auto", costs: CostModel | None = None, strict: bool = True
+) -> Model:
+    """Rewrite a Hugging Face decoder in place so that what rows of a batch share is computed once, differentiably.
+
+    Call it on the model itself, before `torch.compile`, DDP or FSDP; PEFT adapters may come before or after.
+    Losses, heads and trainers stay as they are. Calling it again applies new settings.
+
+    Args:
+        model: a causal LM, reward or value model of transformers, or its decoder; also wrapped by PEFT or DDP.
+        kernel: ``"auto"``, or one of ``"cudnn"``, ``"aten_flash"``, ``"cpu_flash"``, ``"reference"``, which then runs
+            or raises.
+        costs: what a shared run of tokens must save to be worth an attention piece; by default estimated from the
+            size of a layer and the device. `CostModel.free()` shares whatever can be shared.
+        strict: raise on a model or a batch that cannot be shared exactly. With ``False`` the original forward runs
+            and the log says so once.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: not a transformers model, or already compiled.
+        ValueError: ``kernel`` is unknown, or the model has no list of decoder layers.
+        NotImplementedError: an encoder-decoder model, or (`RewriteError`, with ``.refusals``) an attention site that
+            cannot be rewritten. The model is left as it was.
+    """
+    if kernel not in kernels.NAMES:
+        raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
+    stack = find_stack(model)
+    if is_installed(stack):
+        uninstall(stack)
+    sites, refusals = capture_stack(stack)
+    if refusals or not sites:
+        error = RewriteError(model, refusals)
+        if strict:
+            raise error
+        logger.warning("augtree-fx: left unchanged: %s", error)
+        return model
+    install(stack, sites, StackState(tuple(sites), kernel=kernel, strict=strict, costs=costs))
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo `transform`, in place: classes and attributes are what they were.
+
+    Raises:
+        ValueError: the model is not transformed.
+    """
+    stack = find_stack(model)
+    if not is_installed(stack):
+        raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
+    uninstall(stack)
+    return model

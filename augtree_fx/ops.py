@@ -1,0 +1,211 @@
+"""The ops as contracts: schema, fake kernel, autograd, each declared once. The work is in `tree_attention`.
+
+T packed tokens, H query heads, K key heads, D head size of q and k, E of v. LSE is ``[H, T]``, natural, float32
+(float64 for float64 inputs). ``segments``, ``cu_seqlens`` and ``kv_index`` are an `AttentionTables`; ``window`` 0 and
+``softcap`` 0 mean none. All outputs are differentiable, the LSE included. Every op is local to its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference, tree_attention
+from .reference import AttentionSpec, accumulation_dtype
+from .tables import decode_calls
+
+_TABLES = "Tensor segments, Tensor cu_seqlens, Tensor? kv_index"
+_SPEC = "float scale, int window, float softcap, str kernel"
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+
+def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    torch.library.define(f"augtree::{name}", schema)
+    torch.library.impl(f"augtree::{name}", "CompositeExplicitAutograd")(implementation)
+    torch.library.register_fake(f"augtree::{name}")(fake)
+
+
+def _replay(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor | None,
+    sinks: Tensor | None, scale: float, window: int, softcap: float, kernel: str,
+) -> tuple[Tensor, Tensor]:
+    calls = decode_calls(segments, cu_seqlens)
+    return tree_attention.forward(q, k, v, calls, kv_index, sinks, AttentionSpec(scale, window, softcap), kernel)
+
+
+def _replay_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[-1]), lse
+
+
+def _replay_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor | None, sinks: Tensor | None,
+    scale: float, window: int, softcap: float, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    calls = decode_calls(segments, cu_seqlens)
+    spec = AttentionSpec(scale, window, softcap)
+    dq, dk, dv, dsinks = tree_attention.backward(
+        dout, dlse, q, k, v, out, lse, calls, kv_index, sinks, spec, kernel
+    )
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+def _replay_backward_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor | None, sinks: Tensor | None, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), dsinks)  # type: ignore[return-value]
+
+
+def _save_replay(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, segments, cu_seqlens, kv_index, sinks, *spec = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, kv_index, sinks)
+    ctx.spec = spec
+
+
+def _replay_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, segments, cu_seqlens, kv_index, sinks = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = torch.ops.augtree.replay_attention_backward(
+        dout, dlse, q, k, v, out, lse, segments, cu_seqlens, kv_index, sinks, *ctx.spec
+    )
+    return dq, dk, dv, None, None, None, None if sinks is None else dsinks, None, None, None, None
+
+
+_define(
+    "replay_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_TABLES}, Tensor? sinks, {_SPEC}) -> (Tensor out, Tensor lse)",
+    _replay, _replay_fake,
+)
+_define(
+    "replay_attention_backward",
+    f"(Tensor dout, Tensor? dlse, {_SAVED}, {_TABLES}, Tensor? sinks, {_SPEC}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _replay_backward, _replay_backward_fake,
+)
+torch.library.register_autograd("augtree::replay_attention", _replay_grad, setup_context=_save_replay)
+
+
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, cu_seqlens: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float, kernel: str,
+) -> tuple[Tensor, Tensor]:
+    return _replay(q, k, v, segments, cu_seqlens, None, sinks, scale, window, softcap, kernel)
+
+
+def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, segments, cu_seqlens, sinks, *spec = inputs
+    _save_replay(ctx, (q, k, v, segments, cu_seqlens, None, sinks, *spec), output)
+
+
+def _prefill_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, _, _, _, dsinks, *spec = _replay_grad(ctx, dout, dlse)
+    return dq, dk, dv, None, None, dsinks, *spec
+
+
+_define(
+    "prefill_attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor cu_seqlens, Tensor? sinks, {_SPEC}) "
+    "-> (Tensor out, Tensor lse)",
+    _prefill, _replay_fake,
+)
+torch.library.register_autograd("augtree::prefill_attention", _prefill_grad, setup_context=_save_prefill)
+
+
+def _merge_fake(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(
+        lses[0], memory_format=torch.contiguous_format
+    )
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = reference.partial_softmax(outs, lses, sinks)
+    return out.contiguous(), lse.contiguous()
+
+
+def _merge_backward(
+    dout: Tensor, dlse: Tensor | None, outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None,
+    out: Tensor, lse: Tensor,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    douts, dlses, dsinks = reference.partial_softmax_backward(dout, dlse, outs, lses, sinks, out, lse)
+    return (
+        [x.contiguous() for x in douts], [x.contiguous() for x in dlses],
+        dout.new_empty(0) if dsinks is None else dsinks,
+    )
+
+
+def _merge_backward_fake(
+    dout: Tensor, dlse: Tensor | None, outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, *_: Any
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    like = [[torch.empty_like(x, memory_format=torch.contiguous_format) for x in part] for part in (outs, lses)]
+    return like[0], like[1], dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save_merge(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    outs, lses, sinks = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*outs, *lses, *output, sinks)
+
+
+def _merge_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    *partials, out, lse, sinks = ctx.saved_tensors
+    outs, lses = partials[: len(partials) // 2], partials[len(partials) // 2 :]
+    dout = torch.zeros_like(out) if dout is None else dout
+    douts, dlses, dsinks = torch.ops.augtree.partial_softmax_backward(dout, dlse, outs, lses, sinks, out, lse)
+    return douts, dlses, None if sinks is None else dsinks
+
+
+_define(
+    "partial_softmax",
+    "(Tensor[] outs, Tensor[] lses, Tensor? sinks) -> (Tensor out, Tensor lse)",
+    _merge, _merge_fake,
+)
+_define(
+    "partial_softmax_backward",
+    "(Tensor dout, Tensor? dlse, Tensor[] outs, Tensor[] lses, Tensor? sinks, Tensor out, Tensor lse) "
+    "-> (Tensor[] douts, Tensor[] dlses, Tensor dsinks)",
+    _merge_backward, _merge_backward_fake,
+)
+torch.library.register_autograd("augtree::partial_softmax", _merge_grad, setup_context=_save_merge)
+
+
+def _spread(packed: Tensor, index: Tensor) -> Tensor:
+    picked = packed.index_select(0, index.clamp(min=0))
+    return picked.masked_fill_((index < 0).view(-1, *[1] * (packed.ndim - 1)), 0)
+
+
+def _spread_fake(packed: Tensor, index: Tensor) -> Tensor:
+    return packed.new_empty(index.shape[0], *packed.shape[1:])
+
+
+def _collect(spread: Tensor, index: Tensor, num_tokens: int) -> Tensor:
+    """Sum over the slots that show a token, in the accumulation dtype, rounded once."""
+    total = spread.new_zeros(num_tokens + 1, *spread.shape[1:], dtype=accumulation_dtype(spread.dtype))
+    total.index_add_(0, torch.where(index < 0, num_tokens, index), spread.to(total.dtype))
+    return total[:num_tokens].to(spread.dtype)
+
+
+def _collect_fake(spread: Tensor, index: Tensor, num_tokens: int) -> Tensor:
+    return spread.new_empty(num_tokens, *spread.shape[1:])
+
+
+def _save_spread(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.num_tokens = inputs[0].shape[0]
+
+
+def _spread_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.augtree.collect_slots(grad, ctx.saved_tensors[0], ctx.num_tokens), None
+
+
+# What the caller sees: slot i shows packed token index[i], or zeros where index[i] is -1 (padding). The gradient of a
+# token is the sum over its slots: branch points and prompts get the gradients of all their branches.
+_define("show_slots", "(Tensor packed, Tensor index) -> Tensor", _spread, _spread_fake)
+_define("collect_slots", "(Tensor slots, Tensor index, SymInt num_tokens) -> Tensor", _collect, _collect_fake)
+torch.library.register_autograd("augtree::show_slots", _spread_grad, setup_context=_save_spread)

@@ -1,0 +1,200 @@
+"""Attention tables: the attention of a packed tree as a short list of variable-length calls without exotic masks.
+
+own        every node's tokens attend to themselves, causally             one call over all nodes
+replay     tokens of level m attend to one ancestor level l, unmasked     one call per pair (l, m)
+windowed   K and V of each node are preceded by the part of its path that the window reaches: one causal call
+
+Large segments get a call of their own, so that a dense kernel can take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layout import TreeLayout
+
+# A segment with at least this many queries and keys is a call of its own. Below, one variable-length call over many
+# segments is as fast as dense ones on an H200 (torch 2.11, 2026-11); a dense call also costs a kernel plan a shape.
+DENSE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Queries ``[q_begin, q_end)`` attend to keys ``[k_begin, k_end)``."""
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.q_end - self.q_begin
+
+    @property
+    def num_keys(self) -> int:
+        return self.k_end - self.k_begin
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One kernel call: neighbouring segments, all causal (aligned at the last key) or all unmasked.
+
+    Attributes:
+        segments: neighbours, in packed order; no gap between the keys of one and the next, nor between queries.
+        causal: query i of a segment sees keys up to ``i + num_keys - num_queries``.
+        cu_q, cu_k: ``[segments + 1]`` int32 cumulative lengths on the device, starting from 0.
+    """
+
+    segments: tuple[Segment, ...]
+    causal: bool
+    cu_q: Tensor
+    cu_k: Tensor
+
+    @property
+    def q_range(self) -> slice:
+        return slice(self.segments[0].q_begin, self.segments[-1].q_end)
+
+    @property
+    def k_range(self) -> slice:
+        return slice(self.segments[0].k_begin, self.segments[-1].k_end)
+
+    @property
+    def max_q(self) -> int:
+        return max(segment.num_queries for segment in self.segments)
+
+    @property
+    def max_k(self) -> int:
+        return max(segment.num_keys for segment in self.segments)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTables:
+    """The calls of a tree as tensors, the form in which they are arguments of an op.
+
+    Attributes:
+        segments: ``[segments, 6]`` int64 on the host: call, causal (0 or 1), q_begin, q_end, k_begin, k_end.
+        cu_seqlens: ``[2, segments + calls]`` int32 on the device: per call, cumulative query and key lengths.
+        kv_index: ``[gathered keys]`` int64 on the device, packed token of each key, or ``None`` when keys are
+            addressed by packed token (no window).
+    """
+
+    segments: Tensor
+    cu_seqlens: Tensor
+    kv_index: Tensor | None
+
+    @property
+    def num_calls(self) -> int:
+        return int(self.segments[-1, 0]) + 1 if len(self.segments) else 0
+
+
+def decode_calls(segments: Tensor, cu_seqlens: Tensor) -> list[AttentionCall]:
+    """The calls that a pair of table tensors (see `AttentionTables`) stands for."""
+    grouped: list[tuple[bool, list[Segment]]] = []
+    for call, causal, *bounds in segments.tolist():
+        if call == len(grouped):
+            grouped.append((bool(causal), []))
+        grouped[call][1].append(Segment(*bounds))
+    calls, first = [], 0
+    for causal, members in grouped:
+        last = first + len(members) + 1
+        calls.append(AttentionCall(tuple(members), causal, cu_seqlens[0, first:last], cu_seqlens[1, first:last]))
+        first = last
+    return calls
+
+
+def build_tables(layout: TreeLayout, window: int | None) -> AttentionTables:
+    """Tables of a layout for attention over the whole path (``window=None``) or its last ``window`` tokens."""
+    longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
+    if window is not None and window < longest:
+        index, segments = _windowed_segments(layout, window)
+        return _to_tensors(_split_calls(segments, causal=True), layout.device, index)
+    bounds = layout.offset.tolist()
+    own = [Segment(first, last, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    calls = [(True, run) for _, run in _split_calls(own, causal=True)]
+    for lower in range(1, layout.num_levels):
+        for upper in range(lower):
+            calls += _split_calls(_ancestor_segments(layout, upper, lower), causal=False)
+    return _to_tensors(calls, layout.device, None)
+
+
+def _ancestor_segments(layout: TreeLayout, upper: int, lower: int) -> list[Segment]:
+    """Per node of level ``upper``: its descendants at level ``lower``, which are neighbours, attend to all of it."""
+    ancestor = np.arange(layout.level_begin[lower], layout.level_begin[lower + 1])
+    first_node = int(ancestor[0])
+    for _ in range(lower - upper):
+        ancestor = layout.parent[ancestor]
+    starts = np.flatnonzero(np.append(True, np.diff(ancestor) != 0))
+    ends = np.append(starts[1:], len(ancestor))
+    return [
+        Segment(
+            int(layout.offset[first_node + start]),
+            int(layout.offset[first_node + end]),
+            int(layout.offset[ancestor[start]]),
+            int(layout.offset[ancestor[start] + 1]),
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _windowed_segments(layout: TreeLayout, window: int) -> tuple[np.ndarray, list[Segment]]:
+    """Keys of each node preceded by what the window reaches of its ancestors, gathered into one run per node."""
+    index, segments, num_keys = [], [], 0
+    for node in range(layout.num_nodes):
+        reach = min(window - 1, int(layout.path_start[node]))
+        keys = [np.arange(layout.offset[node], layout.offset[node + 1])]
+        ancestor = int(layout.parent[node])
+        while reach > 0:
+            taken = min(reach, int(layout.length[ancestor]))
+            end = int(layout.offset[ancestor + 1])
+            keys.append(np.arange(end - taken, end))
+            reach, ancestor = reach - taken, int(layout.parent[ancestor])
+        gathered = np.concatenate(keys[::-1])
+        index.append(gathered)
+        first, last = int(layout.offset[node]), int(layout.offset[node + 1])
+        segments.append(Segment(first, last, num_keys, num_keys + len(gathered)))
+        num_keys += len(gathered)
+    return np.concatenate(index), segments
+
+
+def _split_calls(segments: Iterable[Segment], *, causal: bool) -> list[tuple[bool, list[Segment]]]:
+    """Runs of neighbouring small segments; large ones alone; a gap in queries or keys starts a new run."""
+    calls: list[tuple[bool, list[Segment]]] = []
+    run_open = False
+    for segment in segments:
+        large = min(segment.num_queries, segment.num_keys) >= DENSE_TOKENS
+        if run_open and not large:
+            last = calls[-1][1][-1]
+            run_open = last.q_end == segment.q_begin and last.k_end == segment.k_begin
+        if run_open and not large:
+            calls[-1][1].append(segment)
+        else:
+            calls.append((causal, [segment]))
+        run_open = not large
+    return calls
+
+
+def _to_tensors(
+    calls: Sequence[tuple[bool, list[Segment]]], device: torch.device, kv_index: np.ndarray | None
+) -> AttentionTables:
+    rows = [
+        [number, int(causal), segment.q_begin, segment.q_end, segment.k_begin, segment.k_end]
+        for number, (causal, members) in enumerate(calls)
+        for segment in members
+    ]
+    cumulative: list[list[int]] = [[], []]
+    for _, members in calls:
+        cumulative[0] += [0] + [s.q_end - members[0].q_begin for s in members]
+        cumulative[1] += [0] + [s.k_end - members[0].k_begin for s in members]
+    return AttentionTables(
+        segments=torch.tensor(rows, dtype=torch.int64).reshape(-1, 6),
+        cu_seqlens=torch.tensor(cumulative, dtype=torch.int32).to(device),
+        kv_index=None if kv_index is None else torch.from_numpy(kv_index).to(device),
+    )

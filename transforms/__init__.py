@@ -1,0 +1,17 @@
+"""The FX pass: capture attention modules, rewrite their attention, install the result by a class swap."""
+
+from .capture import AttentionSite, Refusal, capture_stack
+from .install import install, is_installed, uninstall
+from .stack import ReplayContext, StackState, find_stack
+
+__all__ = [
+    "AttentionSite",
+    "Refusal",
+    "ReplayContext",
+    "StackState",
+    "capture_stack",
+    "find_stack",
+    "install",
+    "is_installed",
+    "uninstall",
+]

@@ -1,0 +1,371 @@
+"""Capture: trace every attention module of a decoder stack, alone, on a meta-device skeleton of its class.
+
+The live module is never traced, so sharded, adapted or quantised weights do not matter. The skeleton of the whole
+stack says what each attention module is called with and which mask its layer was given.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .compat import CACHE_NAMES
+from .tracer import AttentionTracer, CaptureError, attention_leaf, traceable, with_globals
+
+CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
+_EXAMPLE_TOKENS = (6, 10)
+# Layers that mix tokens other than by attention would run one response on another's state.
+_MIXER = re.compile(
+    r"Mamba|SSM|Recurrent|Rwkv|DeltaNet|ShortConv|LinearAttention|Lightning|RgLru|RGLRU|Retention|Conv1d"
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an attention site, or the model, is not rewritten."""
+
+    name: str
+    class_name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.class_name}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One captured attention module.
+
+    Attributes:
+        name: module name inside the stack.
+        class_name: its class.
+        graph: captured graph of its forward, with one `attention_leaf`.
+        arguments: names of the forward's arguments that the graph takes, context first.
+        scale: factor of the logits.
+        window: keys that a query sees, itself included, or ``None``.
+        softcap: soft-cap of the logits, or 0.
+        sinks: whether a learned sink joins the softmax.
+        dropout: attention dropout in training.
+        scalars: plain attributes of the module when it was captured; a change means capturing anew.
+    """
+
+    name: str
+    class_name: str
+    graph: fx.Graph = field(repr=False)
+    arguments: tuple[str, ...]
+    scale: float
+    window: int | None
+    softcap: float
+    sinks: bool
+    dropout: float
+    scalars: tuple[tuple[str, Any], ...] = field(repr=False)
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The class that defines the module's forward: wrappers that swap classes (FSDP2) subclass it."""
+    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module calls the attention interface of transformers."""
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(inspect.unwrap(base_class(module).forward), "__code__", _NoCode).co_names
+
+
+class _NoCode:
+    co_names: tuple[str, ...] = ()
+
+
+def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Attributes that a forward may branch on; the layer's number and its mode are not part of them."""
+    kinds = (int, float, str, bool, type(None))
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, kinds) and name not in ("layer_idx", "training") and not name.startswith("_")
+    )
+
+
+def config_scalars(config: Any) -> tuple[tuple[str, Any], ...]:
+    """Plain values of a config that attention forwards read when they run."""
+    names = ("sliding_window", "attention_dropout", "attn_logit_softcapping", "rope_interleave")
+    return tuple((name, getattr(config, name, None)) for name in names)
+
+
+def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The stack's list of decoder layers, with its name."""
+    for name, child in stack.named_children():
+        if isinstance(child, nn.ModuleList) and len(child):
+            return name, child
+    raise ValueError(f"{type(stack).__name__} has no list of decoder layers; augtree-fx rewrites decoder stacks")
+
+
+def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]:
+    """Capture every attention module of a decoder stack.
+
+    Returns:
+        The sites and the refusals. The stack can be transformed only if there is no refusal.
+    """
+    list_name, layers = decoder_layers(stack)
+    sites: list[AttentionSite] = []
+    refusals = _refuse_stack(stack)
+    if refusals:
+        return sites, refusals
+    try:
+        calls = [_record_calls(stack, tokens) for tokens in _EXAMPLE_TOKENS]
+    except CaptureError as error:
+        return sites, [Refusal("stack", type(stack).__name__, str(error))]
+    cache: dict[Any, AttentionSite] = {}
+    for index, layer in enumerate(layers):
+        layer_name = f"{list_name}.{index}"
+        try:
+            name, module = _only_site(layer_name, layer)
+            recorded = [call.get(name) for call in calls]
+            if any(item is None for item in recorded):
+                raise CaptureError("the layer does not call its attention module")
+            sites.append(_capture_site(name, module, recorded, cache))
+        except CaptureError as error:
+            refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
+    return sites, refusals
+
+
+def _refuse_stack(stack: nn.Module) -> list[Refusal]:
+    config, name = stack.config, type(stack).__name__
+    forward = inspect.unwrap(base_class(stack).forward)
+    reasons = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("encoder-decoder models are not decoders of one stack")
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
+        reasons.append("its attention is bidirectional")
+    if "position_ids" not in inspect.signature(forward).parameters:
+        reasons.append("its forward takes no position_ids")
+    if "cumsum" in forward.__code__.co_names:
+        reasons.append("it derives position ids from the attention mask")
+    return [Refusal("stack", name, reason) for reason in reasons]
+
+
+def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
+    for child_name, child in layer.named_modules():
+        if _MIXER.search(base_class(child).__name__ if child_name else ""):
+            raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
+    found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
+    if len(found) != 1:
+        raise CaptureError(
+            "it has no attention module that calls transformers' attention interface" if not found
+            else f"it has {len(found)} attention modules: {', '.join(name for name, _ in found)}"
+        )
+    return found[0]
+
+
+@dataclass
+class _Call:
+    """What an attention module of the skeleton was called with."""
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    mask_kind: str
+
+
+class _SiteReached(Exception):
+    pass
+
+
+def _skeleton(stack: nn.Module) -> nn.Module:
+    """The stack's class on the meta device: shapes without weights."""
+    config = copy.deepcopy(stack.config)
+    try:
+        with torch.device("meta"):
+            return base_class(stack)(config)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CaptureError(f"its class cannot be built from its config: {error}") from error
+
+
+def _record_calls(stack: nn.Module, tokens: int) -> dict[str, _Call]:
+    """Run the skeleton's own forward up to each layer's attention; note arguments and kind of mask."""
+    skeleton = _skeleton(stack)
+    masks: dict[int, str] = {}
+    calls: dict[str, _Call] = {}
+    list_name, layers = decoder_layers(skeleton)
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if is_attention(module):
+                module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
+        layer.forward = _until_site(layer)  # type: ignore[assignment]
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
+    marker = object()
+    try:
+        forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
+    for call in calls.values():
+        if call.arguments.pop(CONTEXT, None) is not marker:
+            call.mask_kind = "lost"
+    return calls
+
+
+def _recorder(name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, _Call]) -> Any:
+    parameters = list(inspect.signature(inspect.unwrap(base_class(module).forward)).parameters)[1:]
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        mask = arguments.pop("attention_mask", None)
+        kind = "none" if mask is None else masks.get(id(mask), "changed")
+        calls[name] = _Call(module, arguments, kind)
+        raise _SiteReached
+
+    return record
+
+
+def _until_site(layer: nn.Module) -> Any:
+    forward = layer.forward
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            forward(hidden_states, *args, **kwargs)
+        except _SiteReached:
+            pass
+        return hidden_states
+
+    return run
+
+
+def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]:
+    """Stand-ins for transformers' mask builders; ``masks`` learns which tensor is which kind of mask."""
+    kept: list[Tensor] = []
+
+    def builder(kind: str) -> Any:
+        def build(*_: Any, **kwargs: Any) -> Tensor:
+            mask = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="meta")
+            extras = [name for name in ("or_mask_function", "and_mask_function", "block_sequence_ids")
+                      if kwargs.get(name) is not None]
+            kept.append(mask)
+            masks[id(mask)] = f"custom ({', '.join(extras)})" if extras else kind
+            return mask
+
+        return build
+
+    window = getattr(skeleton.config, "sliding_window", None)
+    return {
+        "create_causal_mask": builder("full"),
+        "create_sliding_window_causal_mask": builder(f"window {window}"),
+        "create_chunked_causal_mask": builder("chunked"),
+        "create_bidirectional_mask": builder("bidirectional"),
+        "create_recurrent_attention_mask": builder("recurrent"),
+    }
+
+
+def _capture_site(name: str, module: nn.Module, calls: list[_Call], cache: dict[Any, AttentionSite]) -> AttentionSite:
+    scalars = plain_scalars(module) + config_scalars(module.config)
+    if calls[0].mask_kind == "lost":
+        raise CaptureError("extra keywords do not reach its attention module")
+    key = (base_class(module), scalars, calls[0].mask_kind, _shapes(calls[0].arguments))
+    if key not in cache:
+        traced = [_trace(call, module, training) for call in calls for training in (True, False)]
+        cache[key] = _agree(name, module, traced, calls[0].mask_kind, scalars)
+    return copy.copy(cache[key]) if cache[key].name == name else _renamed(cache[key], name)
+
+
+def _renamed(site: AttentionSite, name: str) -> AttentionSite:
+    return AttentionSite(**{**{f: getattr(site, f) for f in site.__dataclass_fields__}, "name": name})
+
+
+def _shapes(arguments: dict[str, Any]) -> str:
+    leaves, _ = torch.utils._pytree.tree_flatten(arguments)
+    return str([tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves])
+
+
+@dataclass
+class _Trace:
+    graph: fx.Graph
+    code: str
+    arguments: tuple[str, ...]
+    leaf: dict[str, Any]
+    head_dim: int
+
+
+def _trace(call: _Call, live: nn.Module, training: bool) -> _Trace:
+    """Trace the skeleton's attention module with the live module's scalars."""
+    skeleton = call.module
+    vars(skeleton).pop("forward", None)
+    for attribute, value in plain_scalars(live):
+        setattr(skeleton, attribute, value)
+    skeleton.train(training)
+    parameters = inspect.signature(inspect.unwrap(base_class(skeleton).forward)).parameters
+    given = {name: value for name, value in call.arguments.items() if name in parameters}
+    examples = {name: value for name, value in given.items() if _has_tensor(value)}
+    fixed = {name: value for name, value in given.items() if name not in examples}
+    fixed |= {name: None for name in ("attention_mask", *CACHE_NAMES) if name in parameters}
+    missing = [
+        name for name, parameter in list(parameters.items())[1:]
+        if parameter.default is parameter.empty and name not in {**examples, **fixed}
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    if missing:
+        raise CaptureError(f"its attention needs arguments that the layer does not give: {', '.join(missing)}")
+    arguments = (CONTEXT, *examples)
+    tracer = AttentionTracer({CONTEXT: None, **examples})
+    body = traceable(tracer, base_class(skeleton).forward)
+    root = _traced_root(skeleton, body, arguments, fixed)
+    try:
+        graph = tracer.trace(root)
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise CaptureError(f"its forward cannot be traced: {error}") from error
+    leaves = [node for node in graph.nodes if node.target is attention_leaf]
+    if len(leaves) != 1:
+        raise CaptureError(f"it calls attention {len(leaves)} times")
+    query = leaves[0].args[0]
+    return _Trace(graph, graph.python_code("self").src, arguments, tracer.leaf_kwargs[0],
+                  query.meta["example"].shape[-1])
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_flatten(value)[0])
+
+
+def _traced_root(skeleton: nn.Module, body: Any, arguments: tuple[str, ...], fixed: dict[str, Any]) -> nn.Module:
+    """The skeleton under a subclass whose forward takes exactly the arguments of the graph."""
+    names = ", ".join(arguments)
+    passed = ", ".join(f"{name}={name}" for name in arguments if name != CONTEXT)
+    scope: dict[str, Any] = {"body": body, "fixed": fixed}
+    exec(f"def forward(self, {names}):\n    return body(self, {passed}, **fixed)", scope)
+    root = copy.copy(skeleton)
+    root.__class__ = type(type(skeleton).__name__, (base_class(skeleton),), {"forward": scope["forward"]})
+    return root
+
+
+def _agree(
+    name: str, module: nn.Module, traced: list[_Trace], mask_kind: str, scalars: tuple[tuple[str, Any], ...]
+) -> AttentionSite:
+    """One site out of its traces at two lengths, in training and evaluation, which must be the same graph."""
+    first = traced[0]
+    if any(other.code != first.code for other in traced[1:]):
+        raise CaptureError("its forward depends on the number of tokens, or on training mode, beyond attention dropout")
+    leaf = dict(first.leaf)
+    dropout = float(leaf.pop("dropout", 0.0) or 0.0)
+    scale = leaf.pop("scaling", None)
+    window = leaf.pop("sliding_window", None)
+    softcap = leaf.pop("softcap", None) or 0.0
+    is_causal = leaf.pop("is_causal", None)
+    node = next(node for node in first.graph.nodes if node.target is attention_leaf)
+    unknown = sorted(set(leaf) | (set(node.kwargs) - {"s_aux"}))
+    if leaf.pop("s_aux", None) is None and "s_aux" in unknown:
+        unknown.remove("s_aux")
+    if unknown:
+        raise CaptureError(f"unknown keyword of the attention call: {', '.join(unknown)}")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise CaptureError("its attention is not causal (is_causal=False)")
+    expected = {"full": None, f"window {window}": window}
+    if mask_kind not in expected or expected[mask_kind] != window:
+        said = "no window" if window is None else f"a window of {window}"
+        raise CaptureError(f"the attention call says {said}, the layer's mask is of kind {mask_kind!r}")
+    return AttentionSite(
+        name=name, class_name=base_class(module).__name__, graph=first.graph, arguments=first.arguments,
+        scale=float(scale) if scale is not None else first.head_dim**-0.5, window=window, softcap=float(softcap),
+        sinks="s_aux" in node.kwargs, dropout=dropout, scalars=scalars,
+    )

@@ -1,0 +1,79 @@
+"""Rewrite: the attention call of a captured graph becomes attention over the tree. Match and replacement side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from .tracer import attention_leaf
+
+if TYPE_CHECKING:
+    from .capture import AttentionSite
+    from .stack import ReplayContext
+
+
+def matched(node: fx.Node) -> bool:
+    """The attention-interface call: ``(query, key, value)``, each ``[1, heads, tokens, head size]``."""
+    return node.op == "call_function" and node.target is attention_leaf
+
+
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, context: ReplayContext, *,
+    scale: float, window: int | None, softcap: float, s_aux: Tensor | None = None,
+) -> Tensor:
+    """What replaces it: every token attends to its node, causally, and to all of its ancestors.
+
+    Args:
+        query: ``[1, H, T, D]``; key: ``[1, K, T, D]``; value: ``[1, K, T, E]``, T packed tokens.
+        context: tables of the batch's tree.
+        scale, window, softcap: as captured from the call.
+        s_aux: ``[H]`` sink logits.
+
+    Returns:
+        ``[1, T, H, E]``, as attention interfaces return it.
+    """
+    query, key, value = _autocast(query, key, value)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    tables = context.tables[window]
+    spec = (scale, (window or 0) if tables.kv_index is not None else 0, softcap, context.kernel)
+    if tables.kv_index is None and context.num_levels == 1:
+        out, _ = torch.ops.augtree.prefill_attention(q, k, v, tables.segments, tables.cu_seqlens, s_aux, *spec)
+    else:
+        out, _ = torch.ops.augtree.replay_attention(
+            q, k, v, tables.segments, tables.cu_seqlens, tables.kv_index, s_aux, *spec
+        )
+    return out[None]
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast attention runs in the autocast dtype, as torch's own does; else the dtypes must agree."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.float64:
+        return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    if len({x.dtype for x in tensors}) > 1:
+        raise TypeError(f"query, key and value must have one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
+    return tensors
+
+
+def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
+    """Replace the attention call of a captured graph in place.
+
+    Args:
+        graph: a captured graph; its first placeholder is the context.
+        site: what was read off the call.
+
+    Returns:
+        The number of calls replaced.
+    """
+    context = next(iter(graph.nodes))
+    found = [node for node in graph.nodes if matched(node)]
+    for node in found:
+        kwargs: dict[str, Any] = {"scale": site.scale, "window": site.window, "softcap": site.softcap}
+        with graph.inserting_before(node):
+            new = graph.call_function(tree_attention, (*node.args, context), {**kwargs, **node.kwargs})
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    graph.lint()
+    return len(found)

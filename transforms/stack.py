@@ -1,0 +1,302 @@
+"""The decoder stack's forward: detect the tree, pack the batch, run the ORIGINAL forward, show the result row by row.
+
+What cannot be shared exactly raises, or runs the original forward and says so once, in the log and in `explain`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from augtree_fx.costs import CostModel
+from augtree_fx.layout import TreeLayout
+from augtree_fx.rows import training_rows
+from augtree_fx.tables import AttentionTables
+
+from .capture import CONTEXT, AttentionSite, config_scalars, decoder_layers, plain_scalars
+from .compat import CACHE_NAMES
+
+logger = logging.getLogger("augtree_fx")
+
+# Keywords that the packed call replaces, or that say nothing about tokens.
+_REPLACED = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHE_NAMES)
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True)
+class ReplayContext:
+    """What attention modules need of a batch's tree; passed to them as an argument, never ambient.
+
+    Attributes:
+        tables: attention tables by window (``None`` for the whole path).
+        num_levels: depth of the tree.
+        kernel: requested kernel, ``"auto"`` by default.
+    """
+
+    tables: Mapping[int | None, AttentionTables]
+    num_levels: int
+    kernel: str
+
+
+@dataclass
+class StackState:
+    """Settings and memory of one transformed stack.
+
+    Attributes:
+        sites: captured attention modules.
+        kernel: requested kernel.
+        strict: raise on input that cannot be shared exactly, instead of running the original forward.
+        costs: what a node must save; ``None`` estimates it from the model and device.
+        fallbacks: how often the original forward ran, by reason.
+        num_shared: how many batches were shared.
+    """
+
+    sites: tuple[AttentionSite, ...]
+    kernel: str = "auto"
+    strict: bool = True
+    costs: CostModel | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    num_shared: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Graphs hold functions that need not pickle; their generated source travels with the classes."""
+        sites = tuple(_without_graph(site) for site in self.sites)
+        return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks)}
+
+
+def _without_graph(site: AttentionSite) -> AttentionSite:
+    values = {name: getattr(site, name) for name in site.__dataclass_fields__}
+    return AttentionSite(**{**values, "graph": torch.fx.Graph()})
+
+
+class Unshared(Exception):
+    """Run the original forward; the message is the reason that is logged once, empty when there is nothing to say."""
+
+
+def find_stack(model: nn.Module) -> nn.Module:
+    """The decoder stack of a causal LM, a wrapper of one (PEFT, DDP), a text model, or the stack itself.
+
+    Raises:
+        TypeError: compiled, or not a transformers model.
+        NotImplementedError: an encoder-decoder model.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if callable(getattr(model, "get_base_model", None)):
+        model = model.get_base_model()
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise TypeError(f"expected a transformers model, got {type(model).__name__} without a config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"{type(model).__name__} is an encoder-decoder model; augtree-fx shares prompts in decoder-only models"
+        )
+    decoder = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else None
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
+def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Forward of a transformed stack.
+
+    Args:
+        stack: the module.
+        state: its settings.
+        original: the forward that it had.
+        given: the caller's arguments by name.
+    """
+    try:
+        layout = decide(stack, state, given)
+    except Unshared as reason:
+        _note(state, str(reason))
+        return original(**given)
+    state.num_shared += 1
+    return run_shared(stack, state, original, given, layout)
+
+
+def _note(state: StackState, reason: str) -> None:
+    if not reason:
+        return
+    if reason not in state.fallbacks:
+        logger.warning("augtree-fx: the original forward runs: %s", reason)
+    state.fallbacks[reason] = state.fallbacks.get(reason, 0) + 1
+
+
+def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> TreeLayout:
+    """The layout to run a batch with.
+
+    Raises:
+        Unshared: the original forward is to run.
+        ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
+    """
+    try:
+        _decline(stack, given)
+        _refuse(stack, state, given)
+        host = training_rows(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
+    except (ValueError, NotImplementedError) as error:
+        if state.strict:
+            raise
+        raise Unshared(str(error)) from error
+    if len(host.length) == 1:
+        raise Unshared("")
+    layout = TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device))
+    if not layout.shares:
+        raise Unshared("")
+    _check_rope(stack, layout)
+    return layout
+
+
+def _decline(stack: nn.Module, given: Mapping[str, Any]) -> None:
+    """Calls that are not a forward of whole rows: generation, custom masks, embeddings."""
+    caches = [given[name] for name in CACHE_NAMES if given.get(name) is not None]
+    if caches and torch.is_grad_enabled() and caches[0].get_seq_length() > 0:
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is not None and tokens.shape[1] > 1:
+            raise NotImplementedError(
+                f"a forward with gradients got a KV cache of {caches[0].get_seq_length()} tokens and "
+                f"{tokens.shape[1]} new tokens; pass whole rows without a cache, or use torch.no_grad()"
+            )
+    if caches or given.get("use_cache"):
+        raise Unshared("")
+    if given.get("input_ids") is None:
+        raise Unshared("there are no input_ids (inputs_embeds do not say which tokens are equal)")
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        raise Unshared("attention_mask is not a [batch, sequence] tensor")
+    extra = [name for name, value in given.items()
+             if isinstance(value, Tensor) and name not in (*_REPLACED, *_PACKING)]
+    if extra:
+        raise Unshared(f"extra tensors are passed to the decoder: {', '.join(extra)}")
+
+
+def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> None:
+    """Requests that sharing cannot serve."""
+    if given.get("output_attentions") or getattr(stack.config, "output_attentions", False):
+        raise NotImplementedError(
+            "output_attentions=True needs attention weights, which no tree kernel computes; set it to False"
+        )
+    device = stack.get_input_embeddings().weight.device
+    if given["input_ids"].device != device and device.type != "meta":
+        raise ValueError(
+            f"input_ids are on {given['input_ids'].device}, the model's embedding is on {device}; "
+            "move them with .to(model.device)"
+        )
+    if stack.training:
+        dropout = max((current_dropout(stack, site), site.name) for site in state.sites)
+        if dropout[0] > 0:
+            raise NotImplementedError(
+                f"attention dropout must be 0 in training, {dropout[1]} has {dropout[0]}; rows that share a prompt "
+                "cannot draw different masks on it: set config.attention_dropout = 0.0 before building the model"
+            )
+
+
+def current_dropout(stack: nn.Module, site: AttentionSite) -> float:
+    """Attention dropout of a site now (captured value, unless the module's attribute was changed since)."""
+    return float(getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout)) if site.dropout else 0.0
+
+
+def changed_sites(stack: nn.Module, state: StackState) -> list[str]:
+    """Sites whose plain attributes are no longer those that were captured, attention dropout aside."""
+    changed = []
+    for site in state.sites:
+        module = stack.get_submodule(site.name)
+        now = plain_scalars(module) + config_scalars(module.config)
+        if now != site.scalars and dict(now) | _DROPOUT != dict(site.scalars) | _DROPOUT:
+            changed.append(site.name)
+    return changed
+
+
+_DROPOUT = {"attention_dropout": None}
+
+
+def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
+    """Length-dependent RoPE looks at the largest position of the padded batch, which packing takes away."""
+    config = stack.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = {parameters.get("rope_type")} | {x.get("rope_type") for x in parameters.values() if isinstance(x, dict)}
+    limit = getattr(config, "original_max_position_embeddings", None) or parameters.get(
+        "original_max_position_embeddings", getattr(config, "max_position_embeddings", None)
+    )
+    if kinds & {"dynamic", "longrope"} and limit and layout.shape[1] > limit:
+        raise Unshared(f"RoPE of type {', '.join(sorted(filter(None, kinds)))} depends on the padded length")
+
+
+def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
+    """Cost model of this stack's layers on a device; routed experts count as far as a token passes through them."""
+    _, layers = decoder_layers(stack)
+    config = stack.config
+    experts = max(getattr(config, "num_local_experts", 0) or 0, getattr(config, "num_experts", 0) or 0,
+                  getattr(config, "n_routed_experts", 0) or 0)
+    active = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    params = sum(
+        parameter.numel() * (active if "experts" in name and "shared" not in name else 1.0)
+        for name, parameter in layers.named_parameters()
+    )
+    heads = getattr(config, "num_attention_heads", 1)
+    head_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    dtype = next(layers.parameters()).dtype
+    return CostModel.of_layer(params / len(layers), heads * head_dim, device.type, dtype)
+
+
+def make_context(layout: TreeLayout, state: StackState) -> ReplayContext:
+    """Context of a batch: tables for every window that some layer has."""
+    windows = {site.window for site in state.sites}
+    return ReplayContext({window: layout.tables(window) for window in windows}, layout.num_levels, state.kernel)
+
+
+def run_shared(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], layout: TreeLayout
+) -> Any:
+    """Run the original forward on the packed tokens and show its outputs in the caller's shape."""
+    changed = changed_sites(stack, state)
+    if changed:
+        raise RuntimeError(
+            f"attention settings changed since transform at {', '.join(changed[:3])}; call augtree_fx.transform again"
+        )
+    device = layout.device
+    source, positions, index = (
+        torch.from_numpy(x).to(device, non_blocking=True)
+        for x in (layout.source, layout.position_ids, layout.packed_index)
+    )
+    kept = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
+    outputs = original(
+        input_ids=given["input_ids"].reshape(-1).index_select(0, source)[None],
+        attention_mask=_stand_in(device),
+        position_ids=positions[None],
+        use_cache=False,
+        **kept,
+        **{CONTEXT: make_context(layout, state)},
+    )
+    return show_rows(outputs, index, layout)
+
+
+def _stand_in(device: torch.device) -> Tensor:
+    """A 4-D mask passes through the mask builders untouched; this shape breaks any attention that would use it."""
+    return torch.zeros(1, 1, 0, 0, dtype=torch.int32, device=device)
+
+
+def show_rows(outputs: Any, index: Tensor, layout: TreeLayout) -> Any:
+    """Outputs of the packed row in the caller's shape; slots of padding are 0.
+
+    ``[1, T, ...]`` becomes ``[batch, sequence, ...]`` (hidden states), ``[T, ...]`` becomes ``[batch * sequence, ...]``
+    (router logits); tuples and model outputs are mapped over, everything else is left alone.
+    """
+    tokens = layout.num_tokens
+    if isinstance(outputs, Tensor):
+        if outputs.ndim >= 2 and outputs.shape[:2] == (1, tokens):
+            return torch.ops.augtree.show_slots(outputs[0], index).view(*layout.shape, *outputs.shape[2:])
+        if outputs.ndim >= 1 and outputs.shape[0] == tokens:
+            return torch.ops.augtree.show_slots(outputs, index)
+        return outputs
+    if isinstance(outputs, tuple):
+        return tuple(show_rows(item, index, layout) for item in outputs)
+    if isinstance(outputs, dict):
+        for name in list(outputs.keys()):
+            outputs[name] = show_rows(outputs[name], index, layout)
+    return outputs

@@ -1,0 +1,171 @@
+"""An FX tracer that carries example values, so that shapes can be unpacked, counted and tested while tracing.
+
+Submodules are leaves, module-level functions of the modelling file are leaves (an `autograd.Function` inside one
+keeps its backward), and the call of the attention interface is one leaf.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.fx.proxy import Attribute, Proxy
+
+
+class CaptureError(Exception):
+    """This attention cannot be captured; the message is the reason a user reads."""
+
+
+class UnusedWeights:
+    """Stands for the attention weights, which no fast kernel computes; touching it is a `CaptureError`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(f"the attention weights are used (.{name})")
+
+
+def attention_leaf(query: Any, key: Any, value: Any, **kwargs: Any) -> Any:
+    """Placeholder in the captured graph for the attention-interface call; `rewrite` replaces it."""
+    raise AssertionError("the captured graph must be rewritten before it runs")
+
+
+class ValueProxy(Proxy):
+    """A proxy whose node has an example value."""
+
+    def __getattr__(self, name: str) -> Any:
+        return ValueAttribute(self, name)
+
+    def __len__(self) -> int:
+        return len(self.node.meta["example"])
+
+    def __index__(self) -> int:
+        raise CaptureError("a shape is used as a number while tracing")
+
+
+class ValueAttribute(Attribute):
+    """An attribute of a proxy, counted by its example."""
+
+    def __len__(self) -> int:
+        return len(self.node.meta["example"])
+
+
+class AttentionTracer(fx.Tracer):
+    """Trace one attention module with example values.
+
+    Args:
+        examples: example value of each argument of the traced ``forward``, by name.
+    """
+
+    def __init__(self, examples: dict[str, Any]) -> None:
+        super().__init__(autowrap_modules=())
+        self.examples = examples
+        self.leaf_kwargs: list[dict[str, Any]] = []
+        self._evaluating = False
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def proxy(self, node: fx.Node) -> Proxy:
+        return ValueProxy(node, self)
+
+    def iter(self, obj: Proxy) -> Iterator[Any]:
+        return (obj[index] for index in range(len(obj.node.meta["example"])))
+
+    def to_bool(self, obj: Proxy) -> bool:
+        return bool(obj.node.meta["example"])
+
+    def create_arg(self, a: Any) -> Any:
+        return None if isinstance(a, UnusedWeights) else super().create_arg(a)
+
+    def call_module(self, m: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._evaluating else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        proxy.node.meta["example"] = self._example(kind, target, args, kwargs)
+        return proxy
+
+    def _example(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "placeholder":
+            return self.examples[target]
+        if kind == "output":
+            return None
+        args, kwargs = (map_aggregate(x, _example_of) for x in (args, kwargs))
+        self._evaluating = True
+        try:
+            if kind == "get_attr":
+                return functools.reduce(getattr, target.split("."), self.root)
+            if target is attention_leaf:
+                query, _, value = args
+                return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+            if kind == "call_module":
+                return self.root.get_submodule(target).forward(*args, **kwargs)
+            return getattr(args[0], target)(*args[1:], **kwargs) if kind == "call_method" else target(*args, **kwargs)
+        finally:
+            self._evaluating = False
+
+    def attention_interface(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        """What the traced forward calls instead of an attention function: one leaf node."""
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
+        self.leaf_kwargs.append({name: value for name, value in kwargs.items() if name not in tensors})
+        return self.create_proxy("call_function", attention_leaf, (query, key, value), tensors), UnusedWeights()
+
+
+def _example_of(arg: Any) -> Any:
+    return arg.node.meta["example"] if isinstance(arg, Proxy) else arg
+
+
+def opaque(tracer: AttentionTracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that a call with proxies is one node of the graph."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found: list[Any] = []
+        map_aggregate((args, kwargs), lambda arg: found.append(arg) if isinstance(arg, Proxy) else None)
+        return tracer.create_proxy("call_function", function, args, kwargs) if found else function(*args, **kwargs)
+
+    return call
+
+
+class InterfaceStub:
+    """Answers every look-up of an attention function with the tracer's leaf."""
+
+    def __init__(self, tracer: AttentionTracer) -> None:
+        self._leaf = tracer.attention_interface
+
+    def get_interface(self, *_: Any) -> Callable[..., Any]:
+        return self._leaf
+
+    def __getitem__(self, _: str) -> Callable[..., Any]:
+        return self._leaf
+
+
+def with_globals(function: types.FunctionType, overlay: dict[str, Any]) -> types.FunctionType:
+    """The same function over its own globals, some of them replaced; nobody else sees the replacement."""
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **overlay}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def traceable(tracer: AttentionTracer, forward: Callable[..., Any]) -> types.FunctionType:
+    """An attention module's forward, prepared for tracing; its decorators are left out."""
+    function = inspect.unwrap(forward)
+    overlay = {
+        name: opaque(tracer, value)
+        for name in function.__code__.co_names
+        if inspect.isfunction(value := function.__globals__.get(name)) and value.__module__ != "builtins"
+    }
+    overlay["eager_attention_forward"] = tracer.attention_interface
+    overlay["ALL_ATTENTION_FUNCTIONS"] = InterfaceStub(tracer)
+    return with_globals(function, overlay)
