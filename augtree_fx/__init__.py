@@ -1,9 +1,8 @@
-"""augtree-fx: the prompt that a group of rows shares is computed once, differentiably, in unmodified models and trainers."""
+"""augtree-fx: what rows of a batch share is computed once, differentiably, in unmodified models and trainers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
 
 
 def _extend_path_in_checkout() -> None:
@@ -23,11 +22,11 @@ def _extend_path_in_checkout() -> None:
 
 _extend_path_in_checkout()
 
-from . import ops  # noqa: E402  (declares torch.ops.augtree)
-from .costs import CostModel  # noqa: E402
-from .explain import Explanation, explain  # noqa: E402
-from .face import RewriteError, restore, transform  # noqa: E402
-from .layout import TreeLayout  # noqa: E402
+from augtree_fx import ops  # noqa: E402  (declares torch.ops.augtree)
+from augtree_fx.costs import CostModel  # noqa: E402
+from augtree_fx.explain import Explanation, explain  # noqa: E402
+from augtree_fx.face import RewriteError, restore, transform  # noqa: E402
+from augtree_fx.layout import TreeLayout  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,6 +7,7 @@ token below it. Both are expressed in token-layers of the model, so that the com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,12 @@ _MATMUL_FLOPS = {"cpu": 1.0e11, "cuda": 4.0e14}
 # Memory bandwidth in bytes/s. CPU: two cores; CUDA: H200 copy.
 _MEMORY_BYTES_PER_S = {"cpu": 1.0e10, "cuda": 4.2e12}
 _MERGE_PASSES = 6  # reads and writes of one partial, forward and backward
+
+
+def attention_heads(config: Any) -> tuple[int, int]:
+    """Query heads and their size, read off a transformers config."""
+    heads = config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from augtree_fx import kernels
+from augtree_fx.costs import attention_heads
+from augtree_fx.kernels.problem import Problem
+from augtree_fx.layout import TreeLayout
+from augtree_fx.plan import Candidate, candidates
+from augtree_fx.reference import AttentionSpec
+from augtree_fx.rows import training_rows
+from augtree_fx.tables import decode_calls
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.stack import estimated_costs
-
-from . import kernels
-from .kernels.problem import Problem
-from .layout import TreeLayout
-from .plan import Candidate, candidates
-from .reference import AttentionSpec
-from .rows import training_rows
-from .tables import decode_calls
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,19 @@ class Explanation:
         state = "transformed" if self.transformed else "not transformed"
         head = f"{self.model_name}: {state}, {len(self.sites)} attention sites captured, {len(self.refusals)} refused"
         counted = Counter(
-            (site.class_name, f"{site.scale:.4g}", site.window or "-", site.softcap or "-",
-             "yes" if site.sinks else "-", site.dropout or "-")
+            (
+                site.class_name,
+                f"{site.scale:.4g}",
+                site.window or "-",
+                site.softcap or "-",
+                "yes" if site.sinks else "-",
+                site.dropout or "-",
+            )
             for site in self.sites
         )
-        rows = [(*key, number, "rewritten" if self.transformed else "captured") for key, number in counted.items()]
+        rows: list[tuple[object, ...]] = [
+            (*key, number, "rewritten" if self.transformed else "captured") for key, number in counted.items()
+        ]
         rows += [(refusal.class_name, "", "", "", "", "", refusal.name, refusal.reason) for refusal in self.refusals]
         headers = ("attention", "scale", "window", "soft-cap", "sinks", "dropout", "layers", "status")
         return head + "\n" + tabulate(rows, headers=headers)
@@ -84,16 +92,24 @@ class Explanation:
 
     def _plan(self) -> str:
         rows = [
-            ("->" if item.chosen else "", item.name, item.tokens, item.attention_pairs, item.calls,
-             f"{item.relative_cost:.3f}", item.reason)
+            (
+                "->" if item.chosen else "",
+                item.name,
+                item.tokens,
+                item.attention_pairs,
+                item.calls,
+                f"{item.relative_cost:.3f}",
+                item.reason,
+            )
             for item in self.plan
         ]
         headers = ("", "plan", "tokens", "attention pairs", "calls a layer", "relative cost", "reason")
         return "plan\n" + tabulate(rows, headers=headers)
 
     def _calls(self) -> str:
-        return "kernel calls of a layer\n" + tabulate(self.calls, headers=("window", "queries", "keys", "segments",
-                                                                         "mask", "kernel", "passed over"))
+        return "kernel calls of a layer\n" + tabulate(
+            self.calls, headers=("window", "queries", "keys", "segments", "mask", "kernel", "passed over")
+        )
 
     def _history(self) -> str:
         if not self.transformed:
@@ -129,7 +145,9 @@ def explain(
     else:
         sites, refusals = capture_stack(stack)
         state = StackState(tuple(sites))
-    layout, plan, calls = None, (), ()
+    layout: TreeLayout | None = None
+    plan: tuple[Candidate, ...] = ()
+    calls: tuple[tuple[str, ...], ...] = ()
     if input_ids is not None:
         host = training_rows(input_ids, attention_mask, position_ids)
         costs = state.costs or estimated_costs(stack, host.device)
@@ -137,8 +155,15 @@ def explain(
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
     return Explanation(
-        model_name=type(model).__name__, transformed=transformed, sites=state.sites, refusals=tuple(refusals),
-        layout=layout, plan=plan, calls=calls, fallbacks=dict(state.fallbacks), num_shared=state.num_shared,
+        model_name=type(model).__name__,
+        transformed=transformed,
+        sites=state.sites,
+        refusals=tuple(refusals),
+        layout=layout,
+        plan=plan,
+        calls=calls,
+        fallbacks=dict(state.fallbacks),
+        num_shared=state.num_shared,
     )
 
 
@@ -148,8 +173,7 @@ def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> 
     dtype = next(stack.parameters()).dtype
     if torch.is_autocast_enabled(layout.device.type):
         dtype = torch.get_autocast_dtype(layout.device.type)
-    heads = stack.config.num_attention_heads
-    head_dim = getattr(stack.config, "head_dim", None) or stack.config.hidden_size // heads
+    heads, head_dim = attention_heads(stack.config)
     example = torch.empty(1, heads, head_dim, dtype=dtype, device=layout.device)
     rows = []
     for window, softcap in sorted({(site.window, site.softcap) for site in state.sites}, key=str):
@@ -159,8 +183,15 @@ def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> 
             problem = Problem.of(example, example, call, AttentionSpec(1.0, bites or 0, softcap))
             choice = kernels.choose(problem, state.kernel)
             passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
-            rows.append((
-                str(bites or "-"), str(problem.num_queries), str(problem.num_keys), str(problem.num_segments),
-                "causal" if call.causal else "none", choice.name, passed,
-            ))
+            rows.append(
+                (
+                    str(bites or "-"),
+                    str(problem.num_queries),
+                    str(problem.num_keys),
+                    str(problem.num_segments),
+                    "causal" if call.causal else "none",
+                    choice.name,
+                    passed,
+                )
+            )
     return tuple(rows)

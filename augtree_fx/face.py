@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from torch import nn
 
+from augtree_fx import kernels
+from augtree_fx.costs import CostModel
 from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
-
-from . import kernels
-from .costs import CostModel
 
 logger = logging.getLogger("augtree_fx")
 
@@ -30,9 +29,7 @@ class RewriteError(NotImplementedError):
         )
 
 
-def transform(
-    model: Model, *, kernel: str = "auto", costs: CostModel | None = None, strict: bool = True
-) -> Model:
+def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = None, strict: bool = True) -> Model:
     """Rewrite a Hugging Face decoder in place so that what rows of a batch share is computed once, differentiably.
 
     Call it on the model itself, before `torch.compile`, DDP or FSDP; PEFT adapters may come before or after.

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import rows as batch_rows
-from .costs import CostModel
-from .rows import HostRows
-from .tables import AttentionTables, build_tables
-from .trie import IntArray, TrieNode, build_trie, keep_what_pays, levels_of
+from augtree_fx import rows as batch_rows
+from augtree_fx.costs import CostModel
+from augtree_fx.rows import HostRows
+from augtree_fx.tables import AttentionTables, build_tables
+from augtree_fx.trie import IntArray, TrieNode, build_trie, keep_what_pays, levels_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class TreeLayout:
     @staticmethod
     def from_rows(host: HostRows, *, costs: CostModel | None = None) -> TreeLayout:
         """Layout of rows that are on the host already (see `augtree_fx.rows`)."""
-        root, ends = build_trie(host.keys())
+        root, ends = build_trie(host.row_keys())
         keep_what_pays(root, costs or CostModel())
         return _assemble(host, root, ends)
 
@@ -232,6 +232,6 @@ def _assemble(host: HostRows, root: TrieNode, ends: Sequence[TrieNode]) -> TreeL
         shape=host.shape,
         source=source,
         position_ids=host.positions_of(source),
-        input_ids=host.ids[source],
+        input_ids=host.ids_of(source),
         device=host.device,
     )

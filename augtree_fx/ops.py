@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference, tree_attention
-from .reference import AttentionSpec, accumulation_dtype
-from .tables import decode_calls
+from augtree_fx import reference, tree_attention
+from augtree_fx.reference import AttentionSpec, accumulation_dtype
+from augtree_fx.tables import decode_calls
 
 _TABLES = "Tensor segments, Tensor cu_seqlens, Tensor? kv_index"
 _SPEC = "float scale, int window, float softcap, str kernel"
@@ -29,8 +29,17 @@ def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Ca
 
 
 def _replay(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor | None,
-    sinks: Tensor | None, scale: float, window: int, softcap: float, kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     calls = decode_calls(segments, cu_seqlens)
     return tree_attention.forward(q, k, v, calls, kv_index, sinks, AttentionSpec(scale, window, softcap), kernel)
@@ -42,21 +51,41 @@ def _replay_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 def _replay_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor | None, sinks: Tensor | None,
-    scale: float, window: int, softcap: float, kernel: str,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     calls = decode_calls(segments, cu_seqlens)
     spec = AttentionSpec(scale, window, softcap)
-    dq, dk, dv, dsinks = tree_attention.backward(
-        dout, dlse, q, k, v, out, lse, calls, kv_index, sinks, spec, kernel
-    )
+    dq, dk, dv, dsinks = tree_attention.backward(dout, dlse, q, k, v, out, lse, calls, kv_index, sinks, spec, kernel)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 def _replay_backward_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor | None, sinks: Tensor | None, *_: Any,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), dsinks)  # type: ignore[return-value]
@@ -81,20 +110,30 @@ def _replay_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Te
 _define(
     "replay_attention",
     f"(Tensor q, Tensor k, Tensor v, {_TABLES}, Tensor? sinks, {_SPEC}) -> (Tensor out, Tensor lse)",
-    _replay, _replay_fake,
+    _replay,
+    _replay_fake,
 )
 _define(
     "replay_attention_backward",
     f"(Tensor dout, Tensor? dlse, {_SAVED}, {_TABLES}, Tensor? sinks, {_SPEC}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    _replay_backward, _replay_backward_fake,
+    _replay_backward,
+    _replay_backward_fake,
 )
 torch.library.register_autograd("augtree::replay_attention", _replay_grad, setup_context=_save_replay)
 
 
 def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, cu_seqlens: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float, kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     return _replay(q, k, v, segments, cu_seqlens, None, sinks, scale, window, softcap, kernel)
 
@@ -113,7 +152,8 @@ _define(
     "prefill_attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor cu_seqlens, Tensor? sinks, {_SPEC}) "
     "-> (Tensor out, Tensor lse)",
-    _prefill, _replay_fake,
+    _prefill,
+    _replay_fake,
 )
 torch.library.register_autograd("augtree::prefill_attention", _prefill_grad, setup_context=_save_prefill)
 
@@ -130,12 +170,18 @@ def _merge(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tupl
 
 
 def _merge_backward(
-    dout: Tensor, dlse: Tensor | None, outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None,
-    out: Tensor, lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    outs: list[Tensor],
+    lses: list[Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     douts, dlses, dsinks = reference.partial_softmax_backward(dout, dlse, outs, lses, sinks, out, lse)
     return (
-        [x.contiguous() for x in douts], [x.contiguous() for x in dlses],
+        [x.contiguous() for x in douts],
+        [x.contiguous() for x in dlses],
         dout.new_empty(0) if dsinks is None else dsinks,
     )
 
@@ -164,15 +210,20 @@ def _merge_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any
 _define(
     "partial_softmax",
     "(Tensor[] outs, Tensor[] lses, Tensor? sinks) -> (Tensor out, Tensor lse)",
-    _merge, _merge_fake,
+    _merge,
+    _merge_fake,
 )
 _define(
     "partial_softmax_backward",
     "(Tensor dout, Tensor? dlse, Tensor[] outs, Tensor[] lses, Tensor? sinks, Tensor out, Tensor lse) "
     "-> (Tensor[] douts, Tensor[] dlses, Tensor dsinks)",
-    _merge_backward, _merge_backward_fake,
+    _merge_backward,
+    _merge_backward_fake,
 )
 torch.library.register_autograd("augtree::partial_softmax", _merge_grad, setup_context=_save_merge)
+
+
+_COLLECTED_SLOTS = 1 << 15
 
 
 def _spread(packed: Tensor, index: Tensor) -> Tensor:
@@ -187,7 +238,10 @@ def _spread_fake(packed: Tensor, index: Tensor) -> Tensor:
 def _collect(spread: Tensor, index: Tensor, num_tokens: int) -> Tensor:
     """Sum over the slots that show a token, in the accumulation dtype, rounded once."""
     total = spread.new_zeros(num_tokens + 1, *spread.shape[1:], dtype=accumulation_dtype(spread.dtype))
-    total.index_add_(0, torch.where(index < 0, num_tokens, index), spread.to(total.dtype))
+    where = torch.where(index < 0, num_tokens, index)
+    for begin in range(0, len(where), _COLLECTED_SLOTS):  # in chunks: a wide copy of all slots would double the memory
+        chunk = slice(begin, begin + _COLLECTED_SLOTS)
+        total.index_add_(0, where[chunk], spread[chunk].to(total.dtype))
     return total[:num_tokens].to(spread.dtype)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .costs import CostModel
-from .layout import TreeLayout
-from .rows import HostRows
+from augtree_fx.costs import CostModel, attention_heads
+from augtree_fx.layout import TreeLayout
+from augtree_fx.rows import HostRows
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def candidates(host: HostRows, costs: CostModel, config: Any) -> tuple[Candidate
     none = Candidate("no reuse", chosen.num_row_tokens, pairs, 1, 1.0, not chosen.shares, "")
     rows = [none]
     for name, layout in (("tree, nodes that pay", chosen), ("full prefix tree", full)):
-        below = [
-            int(layout.length[layout.level > level].sum()) for level in range(layout.num_levels - 1)
-        ]
+        below = [int(layout.length[layout.level > level].sum()) for level in range(layout.num_levels - 1)]
         overhead = sum(costs.piece_tokens(tokens) for tokens in below)
         cost = (layout.num_tokens + layout.num_attention_pairs * pair_tokens + overhead) / base
         calls = layout.tables().num_calls if layout.shares else 1
@@ -61,16 +59,13 @@ def candidates(host: HostRows, costs: CostModel, config: Any) -> tuple[Candidate
 
 def _pair_cost_in_tokens(config: Any) -> float:
     """FLOPs of one (query, key) pair over those of one token outside attention; 4 and 2 a weight, respectively."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, head_dim = attention_heads(config)
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     weights = config.hidden_size * (4 * heads * head_dim + 3 * intermediate)
     return 4 * heads * head_dim / (2 * weights)
 
 
-def _explained(
-    rows: list[Candidate], chosen: TreeLayout, full: TreeLayout, costs: CostModel
-) -> tuple[Candidate, ...]:
+def _explained(rows: list[Candidate], chosen: TreeLayout, full: TreeLayout, costs: CostModel) -> tuple[Candidate, ...]:
     none, tree, trie = rows
     if not chosen.shares:
         saved = none.tokens - full.num_tokens
@@ -81,5 +76,6 @@ def _explained(
     if full.num_nodes == chosen.num_nodes:
         return none, tree
     extra = tree.tokens - trie.tokens
-    reason = f"{extra} tokens fewer, {full.num_nodes - chosen.num_nodes} nodes more (a node pays from {costs.node_tokens:.0f})"
+    nodes = full.num_nodes - chosen.num_nodes
+    reason = f"{extra} tokens fewer, {nodes} nodes more; a node pays from {costs.node_tokens:.0f} saved tokens"
     return none, tree, replace(trie, reason=reason)

@@ -131,10 +131,15 @@ def partial_softmax(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None
 
 
 def partial_softmax_backward(
-    dout: Tensor, dlse: Tensor | None, outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None,
-    out: Tensor, lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    outs: list[Tensor],
+    lses: list[Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """Gradients of `partial_softmax` by every ``out_i``, ``lse_i`` and the sinks; ``out`` and ``lse`` are its results."""
+    """Gradients of `partial_softmax` by its ``outs``, ``lses`` and ``sinks``; ``out`` and ``lse`` are its results."""
     dtype = lse.dtype
     wide_dout = dout.to(dtype)
     delta = (wide_dout * out.to(dtype)).sum(-1).T

@@ -10,53 +10,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .trie import IntArray, TrieNode
+from augtree_fx.trie import IntArray, TrieNode
+
+_ID_BITS = 32
+_ID_MASK = (1 << _ID_BITS) - 1
+_PADDING = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, eq=False)
 class HostRows:
-    """Rows of token ids on the host.
+    """Rows of tokens on the host.
 
     Attributes:
-        ids: ``[slots]`` token ids of the flattened batch.
-        positions: ``[slots]`` position ids, or ``None`` when a token's position is its column.
+        keys: ``[slots]`` int64 of the flattened batch, ``position << 32 | token id``: what must agree for a token to be
+            shared; the smallest int64 at padding.
         begin: ``[rows]`` first slot of each row.
         length: ``[rows]`` tokens of each row.
         shape: the caller's ``(batch, sequence)``.
         device: the caller's device.
     """
 
-    ids: IntArray
-    positions: IntArray | None
+    keys: IntArray
     begin: IntArray
     length: IntArray
     shape: tuple[int, int]
     device: torch.device
 
+    def row_keys(self) -> list[IntArray]:
+        """Keys of each row's tokens."""
+        return [self.keys[begin : begin + length] for begin, length in zip(self.begin, self.length, strict=True)]
+
+    def ids_of(self, slots: IntArray) -> IntArray:
+        """Token ids of some slots."""
+        return self.keys[slots] & _ID_MASK
+
     def positions_of(self, slots: IntArray) -> IntArray:
         """Position ids of some slots."""
-        return slots % self.shape[1] if self.positions is None else self.positions[slots]
-
-    def keys(self) -> list[IntArray]:
-        """Per row an array ``[tokens, 2]`` of (token id, position id): what must agree for a token to be shared."""
-        slots = np.arange(len(self.ids), dtype=np.int64)
-        both = np.stack([self.ids, self.positions_of(slots)], axis=1)
-        return [both[begin : begin + length] for begin, length in zip(self.begin, self.length, strict=True)]
+        return self.keys[slots] >> _ID_BITS
 
 
-def _to_host(named: dict[str, Tensor | None]) -> dict[str, IntArray]:
-    """Copy integer tensors of one shape to the host in one transfer, as int64."""
-    given = {name: tensor for name, tensor in named.items() if tensor is not None}
-    devices = {name: tensor.device for name, tensor in given.items()}
+def _keys_on_host(input_ids: Tensor, mask: Tensor | None, positions: Tensor) -> IntArray:
+    """Token id, position and padding in one number a slot, copied to the host in one transfer."""
+    keys = (positions.to(torch.int64) << _ID_BITS) | (input_ids.to(torch.int64) & _ID_MASK)
+    if mask is not None:
+        keys = keys.masked_fill(mask == 0, int(_PADDING))
+    host = keys.flatten().cpu().numpy()
+    negative = np.flatnonzero((host < 0) & (host != _PADDING))
+    if len(negative):
+        raise ValueError(f"position_ids must not be negative, got {int(host[negative[0]]) >> _ID_BITS}")
+    return host
+
+
+def _check_devices(named: dict[str, Tensor | None]) -> None:
+    devices = {name: tensor.device for name, tensor in named.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"all inputs must be on one device, got {listed}; move them with .to(device)")
-    shape = given["input_ids"].shape
-    stacked = torch.stack([tensor.expand(shape).to(torch.int64) for tensor in given.values()])
-    return dict(zip(given, stacked.cpu().numpy().reshape(len(given), -1), strict=True))
 
 
 def _check_ids(input_ids: Tensor) -> None:
@@ -80,27 +93,23 @@ def padded_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: 
     _check_ids(input_ids)
     _check_like("attention_mask", attention_mask, input_ids.shape, (input_ids.shape[0],))
     _check_like("position_ids", position_ids, input_ids.shape, (1, input_ids.shape[0]))
-    mask = None if attention_mask is None else attention_mask != 0
-    host = _to_host({"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids})
+    _check_devices({"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids})
     batch, sequence = input_ids.shape
-    first, length = _token_runs(host.get("attention_mask"), batch, sequence)
-    rows = HostRows(
-        ids=host["input_ids"],
-        positions=host.get("position_ids"),
-        begin=np.arange(batch, dtype=np.int64) * sequence + first,
-        length=length,
-        shape=(batch, sequence),
-        device=input_ids.device,
-    )
-    _check_positions(rows)
+    positions = torch.arange(sequence, device=input_ids.device) if position_ids is None else position_ids
+    keys = _keys_on_host(input_ids, attention_mask, positions)
+    mask = None if attention_mask is None else (keys != _PADDING).reshape(batch, sequence)
+    first, length = _token_runs(mask, batch, sequence)
+    begin = np.arange(batch, dtype=np.int64) * sequence + first
+    rows = HostRows(keys, begin, length, (batch, sequence), input_ids.device)
+    if position_ids is not None:
+        _check_positions(rows)
     return rows
 
 
-def _token_runs(mask: IntArray | None, batch: int, sequence: int) -> tuple[IntArray, IntArray]:
+def _token_runs(mask: npt.NDArray[np.bool_] | None, batch: int, sequence: int) -> tuple[IntArray, IntArray]:
     """First column and number of tokens of each row; a row's tokens must be neighbours."""
     if mask is None:
         return np.zeros(batch, dtype=np.int64), np.full(batch, sequence, dtype=np.int64)
-    mask = mask.reshape(batch, sequence)
     length = mask.sum(axis=1)
     first = mask.argmax(axis=1)
     last = sequence - mask[:, ::-1].argmax(axis=1)
@@ -116,16 +125,14 @@ def _token_runs(mask: IntArray | None, batch: int, sequence: int) -> tuple[IntAr
 
 
 def _check_positions(rows: HostRows) -> None:
-    if rows.positions is None:
-        return
-    for row, (begin, length) in enumerate(zip(rows.begin, rows.length, strict=True)):
-        steps = np.diff(rows.positions[begin : begin + length])
+    for row, keys in enumerate(rows.row_keys()):
+        positions = keys >> _ID_BITS
+        steps = np.diff(positions)
         if len(steps) and steps.min() < 0:
-            column = int(steps.argmin()) + 1
+            token = int(steps.argmin()) + 1
             raise ValueError(
-                f"position_ids must not decrease inside a row, row {row} goes from "
-                f"{rows.positions[begin + column - 1]} to {rows.positions[begin + column]} at token {column}; "
-                "pass packed sequences without an attention_mask"
+                f"position_ids must not decrease inside a row, row {row} goes from {positions[token - 1]} to "
+                f"{positions[token]} at token {token}; pass packed sequences without an attention_mask"
             )
 
 
@@ -137,21 +144,20 @@ def packed_rows(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Ten
     _check_like("position_ids", position_ids, input_ids.shape, (1, input_ids.shape[0]))
     if position_ids is None and cu_seq_lens is None:
         raise ValueError("packed rows need position_ids that restart, or cu_seq_lens; got neither")
-    host = _to_host({"input_ids": input_ids, "position_ids": position_ids})
-    positions = host.get("position_ids")
-    if cu_seq_lens is not None:
-        bounds = cu_seq_lens.cpu().numpy().astype(np.int64)
-        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != input_ids.numel() or (np.diff(bounds) < 0).any():
-            raise ValueError(f"cu_seq_lens must grow from 0 to {input_ids.numel()} tokens, got {bounds.tolist()}")
-    else:
-        assert positions is not None
-        starts = np.flatnonzero(sequence_starts(positions, input_ids.shape[1]))
-        bounds = np.append(starts, input_ids.numel())
-    begin, length = bounds[:-1], np.diff(bounds)
-    if positions is None:
-        positions = np.arange(input_ids.numel(), dtype=np.int64) - np.repeat(begin, length)
-    shape = (input_ids.shape[0], input_ids.shape[1])
-    return HostRows(host["input_ids"], positions, begin, length, shape, input_ids.device)
+    _check_devices({"input_ids": input_ids, "position_ids": position_ids})
+    total, sequence = input_ids.numel(), input_ids.shape[1]
+    bounds = None if cu_seq_lens is None else cu_seq_lens.cpu().numpy().astype(np.int64)
+    if bounds is not None and (len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or (np.diff(bounds) < 0).any()):
+        raise ValueError(f"cu_seq_lens must grow from 0 to {total} tokens, got {bounds.tolist()}")
+    if position_ids is None:
+        assert bounds is not None
+        counted = np.arange(total, dtype=np.int64) - np.repeat(bounds[:-1], np.diff(bounds))
+        position_ids = torch.from_numpy(counted).to(input_ids.device).view(input_ids.shape)
+    keys = _keys_on_host(input_ids, None, position_ids.expand(input_ids.shape))
+    if bounds is None:
+        bounds = np.append(np.flatnonzero(sequence_starts(keys >> _ID_BITS, sequence)), total)
+    shape = (input_ids.shape[0], sequence)
+    return HostRows(keys, bounds[:-1], np.diff(bounds), shape, input_ids.device)
 
 
 def sequence_starts(positions: IntArray, sequence: int) -> np.ndarray:
@@ -163,7 +169,7 @@ def sequence_starts(positions: IntArray, sequence: int) -> np.ndarray:
 
 
 def training_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> HostRows:
-    """Rows as a transformers decoder reads its arguments: packed if only restarting positions are given, else padded."""
+    """Rows as a transformers decoder reads its arguments: packed if positions come without a mask, else padded."""
     if attention_mask is not None or position_ids is None:
         return padded_rows(input_ids, attention_mask, position_ids)
     return packed_rows(input_ids, position_ids, None)
@@ -177,10 +183,13 @@ def group_rows(
 ) -> tuple[HostRows, TrieNode, list[TrieNode]]:
     """Rows, tree and row ends of declared groups; arguments and errors as in `TreeLayout.from_groups`."""
     if len(prompts) != len(responses):
-        raise ValueError(f"one list of responses a prompt is needed, got {len(prompts)} prompts, {len(responses)} lists")
+        raise ValueError(f"each prompt needs a list of responses, got {len(prompts)} prompts, {len(responses)} lists")
     if not any(len(branches) for branches in responses):
         raise ValueError("there is no group: give at least one prompt with one response (which may be empty)")
-    root, ends, ids, lengths = TrieNode(0, 0, row=-1), [], [], []
+    root = TrieNode(0, 0, row=-1)
+    ends: list[TrieNode] = []
+    ids: list[IntArray] = []
+    lengths: list[int] = []
     for index, (prompt, branches) in enumerate(zip(prompts, responses, strict=True)):
         prompt_ids = np.asarray(prompt, dtype=np.int64)
         if not len(prompt_ids):
@@ -201,4 +210,5 @@ def group_rows(
     begin = np.cumsum(length) - length
     total = int(length.sum())
     positions = np.arange(total, dtype=np.int64) - np.repeat(begin, length)
-    return HostRows(np.concatenate(ids), positions, begin, length, (1, total), device), root, ends
+    keys = (positions << _ID_BITS) | (np.concatenate(ids) & _ID_MASK)
+    return HostRows(keys, begin, length, (1, total), device), root, ends

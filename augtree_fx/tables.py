@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .layout import TreeLayout
+    from augtree_fx.layout import TreeLayout
 
 # A segment with at least this many queries and keys is a call of its own. Below, one variable-length call over many
 # segments is as fast as dense ones on an H200 (torch 2.11, 2026-11); a dense call also costs a kernel plan a shape.

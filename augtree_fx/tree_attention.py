@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import kernels, reference
-from .reference import AttentionSpec, accumulation_dtype
-from .tables import AttentionCall
+from augtree_fx import kernels, reference
+from augtree_fx.reference import AttentionSpec, accumulation_dtype
+from augtree_fx.tables import AttentionCall
 
 _LSE_COLUMNS = 8  # columns added when the LSE itself has a gradient; flash kernels want head sizes in eights
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, calls: Sequence[AttentionCall], kv_index: Tensor | None, sinks: Tensor | None,
-    spec: AttentionSpec, kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    calls: Sequence[AttentionCall],
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query to all keys that some call gives it.
 
@@ -67,8 +73,18 @@ def _merge_plan(ranges: Sequence[slice], num_queries: int) -> list[tuple[slice, 
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    calls: Sequence[AttentionCall], kv_index: Tensor | None, sinks: Tensor | None, spec: AttentionSpec, kernel: str,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    calls: Sequence[AttentionCall],
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `forward` by q, k, v and the sinks; dq, dk, dv are summed in float32 and rounded once."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
@@ -81,8 +97,15 @@ def backward(
     for call in calls:
         queries, keys = call.q_range, call.k_range
         dq_call, dk_call, dv_call = kernels.backward(
-            dout[queries], q[queries], k_called[keys], v_called[keys], out[queries], lse[:, queries],
-            call, spec, kernel,
+            dout[queries],
+            q[queries],
+            k_called[keys],
+            v_called[keys],
+            out[queries],
+            lse[:, queries],
+            call,
+            spec,
+            kernel,
         )
         dq.add(queries, dq_call)
         dk.add(keys, dk_call)
@@ -96,20 +119,37 @@ def backward(
 
 
 class _Sum:
-    """Sum of contributions to ranges of one gradient, in the accumulation dtype, rounded once."""
+    """Sum of contributions to ranges of one gradient, added in the accumulation dtype and rounded once."""
 
     def __init__(self, like: Tensor) -> None:
-        self._dtype = like.dtype
-        self._sum = torch.zeros(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+        self._like = like
+        self._parts: list[tuple[slice, Tensor]] = []
 
     def add(self, where: slice, contribution: Tensor) -> None:
-        self._sum[where] += contribution
+        self._parts.append((where, contribution))
 
     def total(self, index: Tensor | None, size: int) -> Tensor:
+        """The sum, for all rows of the gradient; with ``index``, summed onto ``size`` rows."""
+        wide = accumulation_dtype(self._like.dtype)
+        total = torch.zeros(
+            self._like.shape, dtype=self._like.dtype if index is None else wide, device=self._like.device
+        )
+        for where, members in _merge_plan([part[0] for part in self._parts], len(self._like)):
+            pieces = [self._piece(number, where) for number in members]
+            # Adding two half-precision tensors rounds once already; more than two need a wide sum.
+            narrow = len(pieces) <= 2 and all(piece.dtype == total.dtype for piece in pieces)
+            first = pieces[0] if narrow else pieces[0].to(wide)
+            for piece in pieces[1:]:
+                first = first + piece
+            total[where] = first
         if index is None:
-            return self._sum.to(self._dtype)
-        spread = self._sum.new_zeros(size, *self._sum.shape[1:])
-        return spread.index_add_(0, index, self._sum).to(self._dtype)
+            return total
+        spread = total.new_zeros(size, *total.shape[1:])
+        return spread.index_add_(0, index, total).to(self._like.dtype)
+
+    def _piece(self, number: int, where: slice) -> Tensor:
+        covered, part = self._parts[number]
+        return part[where.start - covered.start : where.stop - covered.start]
 
 
 def _gather(kv_index: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .costs import CostModel
+from augtree_fx.costs import CostModel
 
 IntArray = npt.NDArray[np.int64]
 
@@ -42,17 +42,18 @@ class TrieNode:
 
 
 def shared_prefix_length(first: IntArray, second: IntArray) -> int:
-    """Number of leading tokens two rows have in common; rows are ``[tokens, columns]``."""
+    """Number of leading tokens two rows have in common."""
     length = min(len(first), len(second))
-    differs = (first[:length] != second[:length]).any(axis=1)
-    return int(differs.argmax()) if differs.any() else length
+    differs = first[:length] != second[:length]
+    where = int(differs.argmax()) if length else 0
+    return where if length and differs[where] else length
 
 
 def build_trie(rows: Sequence[IntArray]) -> tuple[TrieNode, list[TrieNode]]:
     """Compact prefix tree of all rows.
 
     Args:
-        rows: one array ``[tokens, columns]`` a row; two tokens are equal when all columns are.
+        rows: one int64 array a row; tokens are equal when their numbers are.
 
     Returns:
         The root (which holds no token) and, per row, the node in which the row ends.

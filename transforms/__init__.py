@@ -1,8 +1,8 @@
 """The FX pass: capture attention modules, rewrite their attention, install the result by a class swap."""
 
-from .capture import AttentionSite, Refusal, capture_stack
-from .install import install, is_installed, uninstall
-from .stack import ReplayContext, StackState, find_stack
+from augtree_fx.transforms.capture import AttentionSite, Refusal, capture_stack
+from augtree_fx.transforms.install import install, is_installed, uninstall
+from augtree_fx.transforms.stack import ReplayContext, StackState, find_stack
 
 __all__ = [
     "AttentionSite",

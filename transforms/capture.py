@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .compat import CACHE_NAMES
-from .tracer import AttentionTracer, CaptureError, attention_leaf, traceable, with_globals
+from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.tracer import AttentionTracer, CaptureError, attention_leaf, traceable, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
 _EXAMPLE_TOKENS = (6, 10)
@@ -74,11 +74,8 @@ def base_class(module: nn.Module) -> type[nn.Module]:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module calls the attention interface of transformers."""
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(inspect.unwrap(base_class(module).forward), "__code__", _NoCode).co_names
-
-
-class _NoCode:
-    co_names: tuple[str, ...] = ()
+    code = getattr(inspect.unwrap(base_class(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -125,8 +122,8 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
         layer_name = f"{list_name}.{index}"
         try:
             name, module = _only_site(layer_name, layer)
-            recorded = [call.get(name) for call in calls]
-            if any(item is None for item in recorded):
+            recorded = [call[name] for call in calls if name in call]
+            if len(recorded) != len(calls):
                 raise CaptureError("the layer does not call its attention module")
             sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
@@ -156,7 +153,8 @@ def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
     if len(found) != 1:
         raise CaptureError(
-            "it has no attention module that calls transformers' attention interface" if not found
+            "it has no attention module that calls transformers' attention interface"
+            if not found
             else f"it has {len(found)} attention modules: {', '.join(name for name, _ in found)}"
         )
     return found[0]
@@ -242,8 +240,11 @@ def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]
     def builder(kind: str) -> Any:
         def build(*_: Any, **kwargs: Any) -> Tensor:
             mask = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="meta")
-            extras = [name for name in ("or_mask_function", "and_mask_function", "block_sequence_ids")
-                      if kwargs.get(name) is not None]
+            extras = [
+                name
+                for name in ("or_mask_function", "and_mask_function", "block_sequence_ids")
+                if kwargs.get(name) is not None
+            ]
             kept.append(mask)
             masks[id(mask)] = f"custom ({', '.join(extras)})" if extras else kind
             return mask
@@ -302,8 +303,10 @@ def _trace(call: _Call, live: nn.Module, training: bool) -> _Trace:
     fixed = {name: value for name, value in given.items() if name not in examples}
     fixed |= {name: None for name in ("attention_mask", *CACHE_NAMES) if name in parameters}
     missing = [
-        name for name, parameter in list(parameters.items())[1:]
-        if parameter.default is parameter.empty and name not in {**examples, **fixed}
+        name
+        for name, parameter in list(parameters.items())[1:]
+        if parameter.default is parameter.empty
+        and name not in {**examples, **fixed}
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     if missing:
@@ -320,8 +323,9 @@ def _trace(call: _Call, live: nn.Module, training: bool) -> _Trace:
     if len(leaves) != 1:
         raise CaptureError(f"it calls attention {len(leaves)} times")
     query = leaves[0].args[0]
-    return _Trace(graph, graph.python_code("self").src, arguments, tracer.leaf_kwargs[0],
-                  query.meta["example"].shape[-1])
+    return _Trace(
+        graph, graph.python_code("self").src, arguments, tracer.leaf_kwargs[0], query.meta["example"].shape[-1]
+    )
 
 
 def _has_tensor(value: Any) -> bool:
@@ -365,7 +369,14 @@ def _agree(
         said = "no window" if window is None else f"a window of {window}"
         raise CaptureError(f"the attention call says {said}, the layer's mask is of kind {mask_kind!r}")
     return AttentionSite(
-        name=name, class_name=base_class(module).__name__, graph=first.graph, arguments=first.arguments,
-        scale=float(scale) if scale is not None else first.head_dim**-0.5, window=window, softcap=float(softcap),
-        sinks="s_aux" in node.kwargs, dropout=dropout, scalars=scalars,
+        name=name,
+        class_name=base_class(module).__name__,
+        graph=first.graph,
+        arguments=first.arguments,
+        scale=float(scale) if scale is not None else first.head_dim**-0.5,
+        window=window,
+        softcap=float(softcap),
+        sinks="s_aux" in node.kwargs,
+        dropout=dropout,
+        scalars=scalars,
     )

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from .capture import CONTEXT, AttentionSite, base_class
-from .rewrite import rewrite_attention
-from .stack import StackState, run_stack
+from augtree_fx.transforms.capture import CONTEXT, AttentionSite
+from augtree_fx.transforms.rewrite import rewrite_attention
+from augtree_fx.transforms.stack import StackState, run_stack
 
 _BASE = "_augtree_base"
 STATE = "_augtree_state"
@@ -100,8 +100,13 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
     make_forward, record = type(self)._augtree_record  # type: ignore[attr-defined]
     if record:
         function, arguments = record
-        record = (_Source(function.source, {k: v for k, v in function.__globals__.items() if k != "__builtins__"
-                                            and k != "forward"}), arguments)
+        record = (
+            _Source(
+                function.source,
+                {k: v for k, v in function.__globals__.items() if k != "__builtins__" and k != "forward"},
+            ),
+            arguments,
+        )
     return _restore_instance, (type(self).__dict__[_BASE], make_forward, record), self.__getstate__()  # type: ignore[attr-defined]
 
 
@@ -122,7 +127,7 @@ def _restore_instance(base: type, make_forward: Callable[..., Any], record: tupl
     if record:
         record = (record[0].compile(), record[1])
     cls = swapped_class(base, make_forward, record)
-    return cls.__new__(cls)
+    return cls.__new__(cls)  # type: ignore[call-overload]
 
 
 def _attention_forward(base: type, function: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
@@ -149,5 +154,3 @@ def _stack_forward(base: type) -> Callable[..., Any]:
         return run_stack(self, getattr(self, STATE), functools.partial(original, self), given)
 
     return forward
-
-

@@ -1,4 +1,4 @@
-"""Rewrite: the attention call of a captured graph becomes attention over the tree. Match and replacement side by side."""
+"""Rewrite: the attention call of a captured graph becomes attention over the tree; match and replacement in pairs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from .tracer import attention_leaf
+from augtree_fx.transforms.tracer import attention_leaf
 
 if TYPE_CHECKING:
-    from .capture import AttentionSite
-    from .stack import ReplayContext
+    from augtree_fx.transforms.capture import AttentionSite
+    from augtree_fx.transforms.stack import ReplayContext
 
 
 def matched(node: fx.Node) -> bool:
@@ -20,8 +20,15 @@ def matched(node: fx.Node) -> bool:
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, context: ReplayContext, *,
-    scale: float, window: int | None, softcap: float, s_aux: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: ReplayContext,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    s_aux: Tensor | None = None,
 ) -> Tensor:
     """What replaces it: every token attends to its node, causally, and to all of its ancestors.
 

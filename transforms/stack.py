@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from augtree_fx.costs import CostModel
+from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import training_rows
 from augtree_fx.tables import AttentionTables
-
-from .capture import CONTEXT, AttentionSite, config_scalars, decoder_layers, plain_scalars
-from .compat import CACHE_NAMES
+from augtree_fx.transforms.capture import CONTEXT, AttentionSite, config_scalars, decoder_layers, plain_scalars
+from augtree_fx.transforms.compat import CACHE_NAMES
 
 logger = logging.getLogger("augtree_fx")
 
@@ -78,7 +77,7 @@ class Unshared(Exception):
     """Run the original forward; the message is the reason that is logged once, empty when there is nothing to say."""
 
 
-def find_stack(model: nn.Module) -> nn.Module:
+def find_stack(model: Any) -> nn.Module:
     """The decoder stack of a causal LM, a wrapper of one (PEFT, DDP), a text model, or the stack itself.
 
     Raises:
@@ -169,8 +168,7 @@ def _decline(stack: nn.Module, given: Mapping[str, Any]) -> None:
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise Unshared("attention_mask is not a [batch, sequence] tensor")
-    extra = [name for name, value in given.items()
-             if isinstance(value, Tensor) and name not in (*_REPLACED, *_PACKING)]
+    extra = [name for name, value in given.items() if isinstance(value, Tensor) and name not in (*_REPLACED, *_PACKING)]
     if extra:
         raise Unshared(f"extra tensors are passed to the decoder: {', '.join(extra)}")
 
@@ -181,7 +179,8 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
         raise NotImplementedError(
             "output_attentions=True needs attention weights, which no tree kernel computes; set it to False"
         )
-    device = stack.get_input_embeddings().weight.device
+    embeddings: Any = stack.get_input_embeddings
+    device = embeddings().weight.device
     if given["input_ids"].device != device and device.type != "meta":
         raise ValueError(
             f"input_ids are on {given['input_ids'].device}, the model's embedding is on {device}; "
@@ -230,16 +229,19 @@ def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
 def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
     """Cost model of this stack's layers on a device; routed experts count as far as a token passes through them."""
     _, layers = decoder_layers(stack)
-    config = stack.config
-    experts = max(getattr(config, "num_local_experts", 0) or 0, getattr(config, "num_experts", 0) or 0,
-                  getattr(config, "n_routed_experts", 0) or 0)
+    config: Any = stack.config
+    experts = max(
+        getattr(config, "num_local_experts", 0) or 0,
+        getattr(config, "num_experts", 0) or 0,
+        getattr(config, "n_routed_experts", 0) or 0,
+    )
     active = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
     params = sum(
         parameter.numel() * (active if "experts" in name and "shared" not in name else 1.0)
         for name, parameter in layers.named_parameters()
     )
-    heads = getattr(config, "num_attention_heads", 1)
-    head_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, head_dim = attention_heads(config)
+    head_dim = getattr(config, "v_head_dim", None) or head_dim
     dtype = next(layers.parameters()).dtype
     return CostModel.of_layer(params / len(layers), heads * head_dim, device.type, dtype)
 

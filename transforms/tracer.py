@@ -62,7 +62,7 @@ class AttentionTracer(fx.Tracer):
     """
 
     def __init__(self, examples: dict[str, Any]) -> None:
-        super().__init__(autowrap_modules=())
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.examples = examples
         self.leaf_kwargs: list[dict[str, Any]] = []
         self._evaluating = False
@@ -73,7 +73,7 @@ class AttentionTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> Proxy:
         return ValueProxy(node, self)
 
-    def iter(self, obj: Proxy) -> Iterator[Any]:
+    def iter(self, obj: Any) -> Iterator[Any]:
         return (obj[index] for index in range(len(obj.node.meta["example"])))
 
     def to_bool(self, obj: Proxy) -> bool:
@@ -151,7 +151,10 @@ class InterfaceStub:
 def with_globals(function: types.FunctionType, overlay: dict[str, Any]) -> types.FunctionType:
     """The same function over its own globals, some of them replaced; nobody else sees the replacement."""
     copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **overlay}, function.__name__, function.__defaults__,
+        function.__code__,
+        {**function.__globals__, **overlay},
+        function.__name__,
+        function.__defaults__,
         function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -161,7 +164,7 @@ def with_globals(function: types.FunctionType, overlay: dict[str, Any]) -> types
 def traceable(tracer: AttentionTracer, forward: Callable[..., Any]) -> types.FunctionType:
     """An attention module's forward, prepared for tracing; its decorators are left out."""
     function = inspect.unwrap(forward)
-    overlay = {
+    overlay: dict[str, Any] = {
         name: opaque(tracer, value)
         for name in function.__code__.co_names
         if inspect.isfunction(value := function.__globals__.get(name)) and value.__module__ != "builtins"

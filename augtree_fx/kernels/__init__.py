@@ -12,14 +12,12 @@ from types import ModuleType
 
 from torch import Tensor
 
-from ..reference import AttentionSpec
-from ..tables import AttentionCall
-from . import aten_flash, cpu_flash, cudnn, reference
-from .problem import Problem
+from augtree_fx.kernels import aten_flash, cpu_flash, cudnn, reference
+from augtree_fx.kernels.problem import Problem
+from augtree_fx.reference import AttentionSpec
+from augtree_fx.tables import AttentionCall
 
-KERNELS: dict[str, ModuleType] = {
-    module.NAME: module for module in (cudnn, aten_flash, cpu_flash, reference)
-}
+KERNELS: dict[str, ModuleType] = {module.NAME: module for module in (cudnn, aten_flash, cpu_flash, reference)}
 NAMES = ("auto", *KERNELS)
 
 
@@ -45,7 +43,7 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         if reason is not None:
             raise NotImplementedError(f"kernel {requested!r} cannot run this attention: {reason}; use kernel='auto'")
         return Choice(requested, ())
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for name, module in KERNELS.items():
         reason = module.why_not(problem, explicit=False)
         if reason is None:
@@ -67,8 +65,15 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    call: AttentionCall, spec: AttentionSpec, requested: str,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    spec: AttentionSpec,
+    requested: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This call's share of dq, dk, dv, given the global ``out`` and ``lse`` of its queries."""
     kernel = KERNELS[choose(Problem.of(q, v, call, spec), requested).name]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..reference import AttentionSpec
-from ..tables import AttentionCall
-from .problem import Problem, pad_heads, unit_stride
+from augtree_fx.kernels.problem import Problem, pad_heads, unit_stride
+from augtree_fx.reference import AttentionSpec
+from augtree_fx.tables import AttentionCall
 
 NAME = "aten_flash"
 
@@ -32,15 +32,23 @@ def _window(call: AttentionCall, spec: AttentionSpec) -> dict[str, int]:
     return {"window_size_left": spec.window - 1, "window_size_right": 0} if spec.window and call.causal else {}
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See `augtree_fx.kernels.forward`."""
     size = Problem.of(q, v, call, spec).padded_head_dim
     q_p, k_p, v_p = unit_stride(pad_heads((q, k, v), size))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q_p, k_p, v_p, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, False,
-        scale=spec.scale, **_window(call, spec),
+        q_p,
+        k_p,
+        v_p,
+        call.cu_q,
+        call.cu_k,
+        call.max_q,
+        call.max_k,
+        0.0,
+        call.causal,
+        False,
+        scale=spec.scale,
+        **_window(call, spec),
     )
     return out[..., : v.shape[-1]], lse.masked_fill_(lse == torch.inf, -torch.inf)
 
@@ -54,7 +62,21 @@ def backward(
     philox = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout is 0: never read
     unused = torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dout_p.contiguous(), q_p, k_p, v_p, out_p.contiguous(), lse.contiguous(), call.cu_q, call.cu_k,
-        call.max_q, call.max_k, 0.0, call.causal, philox, unused, scale=spec.scale, **_window(call, spec),
+        dout_p.contiguous(),
+        q_p,
+        k_p,
+        v_p,
+        out_p.contiguous(),
+        lse.contiguous(),
+        call.cu_q,
+        call.cu_k,
+        call.max_q,
+        call.max_k,
+        0.0,
+        call.causal,
+        philox,
+        unused,
+        scale=spec.scale,
+        **_window(call, spec),
     )
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]

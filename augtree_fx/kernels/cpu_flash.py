@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..reference import AttentionSpec, accumulation_dtype, visible
-from ..tables import AttentionCall
-from .problem import Problem, pad_heads, unit_stride
+from augtree_fx.kernels.problem import Problem, pad_heads, unit_stride
+from augtree_fx.reference import AttentionSpec, accumulation_dtype, visible
+from augtree_fx.tables import AttentionCall
 
 NAME = "cpu_flash"
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -61,9 +61,7 @@ def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x[None].transpose(1, 2) for x in tensors)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See `augtree_fx.kernels.forward`."""
     size = max(q.shape[-1], v.shape[-1])
     padded = unit_stride(pad_heads((q, k, v), size))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..reference import AttentionSpec
-from ..tables import AttentionCall
+from augtree_fx.reference import AttentionSpec
+from augtree_fx.tables import AttentionCall
 
 
 @dataclass(frozen=True)

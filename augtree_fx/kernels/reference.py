@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..reference import AttentionSpec
-from ..tables import AttentionCall
-from .problem import Problem
+from augtree_fx import reference
+from augtree_fx.kernels.problem import Problem
+from augtree_fx.reference import AttentionSpec
+from augtree_fx.tables import AttentionCall
 
 NAME = "reference"
 _BLOCK_LOGITS = 1 << 22  # logits a head and block: 16 MB in float32
@@ -37,14 +37,10 @@ def blocks(call: AttentionCall, window: int) -> Iterator[tuple[slice, slice, int
             yield queries, keys, last - first
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See `augtree_fx.kernels.forward`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-    lse = torch.full(
-        (q.shape[1], q.shape[0]), -torch.inf, dtype=reference.accumulation_dtype(q.dtype), device=q.device
-    )
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=reference.accumulation_dtype(q.dtype), device=q.device)
     for queries, keys, num_keys in blocks(call, spec.window):
         mask = reference.visible(queries.stop - queries.start, num_keys, call.causal, spec.window, q.device)
         out[queries], lse[:, queries] = reference.attend(q[queries], k[keys], v[keys], mask, spec)
