@@ -83,7 +83,9 @@ class Explanation:
             nodes = slice(int(layout.level_begin[level]), int(layout.level_begin[level + 1]))
             length = layout.length[nodes]
             rows.append((level, len(length), int(length.sum()), int(length.min()), int(length.max())))
-        groups = len({layout.path(int(node))[0] for node in layout.row_node if node >= 0})
+        parents = set(layout.parent.tolist())
+        ends = (int(node) for node in layout.row_node if node >= 0)
+        groups = len({end if end in parents or layout.parent[end] < 0 else int(layout.parent[end]) for end in ends})
         head = (
             f"tree: {layout.num_rows} rows in {groups} groups; tokens {layout.num_row_tokens} -> {layout.num_tokens} "
             f"(token ratio {layout.token_ratio:.2f}), attention ratio {layout.attention_ratio:.2f}"
@@ -182,7 +184,7 @@ def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> 
         for call in decode_calls(tables.segments, tables.cu_seqlens):
             problem = Problem.of(example, example, call, AttentionSpec(1.0, bites or 0, softcap))
             choice = kernels.choose(problem, state.kernel)
-            passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
+            passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over if "it runs on" not in reason)
             rows.append(
                 (
                     str(bites or "-"),

@@ -227,10 +227,14 @@ def report(shape: Shape, args: argparse.Namespace) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {shape}")
     print(f"calls: {', '.join(calls)}; 8192^3 matmul {ceiling:.0f} TFLOP/s")
     headers = ["fwd + bwd", "ms", "spread", "tree TFLOP/s", "of matmul", "err out", "dq", "dk", "dv"]
-    print(tabulate(rows, headers=headers, floatfmt=".2f"))
+    print(tabulate(rows, headers=headers, floatfmt=".2f", disable_numparse=[5, 6, 7, 8]))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"shape": vars(shape), "ceiling": ceiling, "rows": rows}, file, indent=1)
+            json.dump(
+                {"device": torch.cuda.get_device_name(), "shape": vars(shape), "ceiling": ceiling, "rows": rows},
+                file,
+                indent=1,
+            )
     if failed:
         print("parity failed: an error above 1e-2 against the float32 reference; no time above means anything")
     return int(failed)

@@ -215,15 +215,20 @@ _DROPOUT = {"attention_dropout": None}
 
 
 def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
-    """Length-dependent RoPE looks at the largest position of the padded batch, which packing takes away."""
-    config = stack.config
+    """Length-dependent RoPE looks at the largest position of the padded batch, which packing may take away."""
+    config: Any = stack.config
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {parameters.get("rope_type")} | {x.get("rope_type") for x in parameters.values() if isinstance(x, dict)}
     limit = getattr(config, "original_max_position_embeddings", None) or parameters.get(
-        "original_max_position_embeddings", getattr(config, "max_position_embeddings", None)
+        "original_max_position_embeddings", getattr(config, "max_position_embeddings", layout.shape[1])
     )
-    if kinds & {"dynamic", "longrope"} and limit and layout.shape[1] > limit:
-        raise Unshared(f"RoPE of type {', '.join(sorted(filter(None, kinds)))} depends on the padded length")
+    padded, packed = layout.shape[1], int(layout.position_ids.max()) + 1
+    if padded <= limit or padded == packed or layout.num_row_tokens == layout.shape[0] * layout.shape[1]:
+        return
+    if "dynamic" in kinds or ("longrope" in kinds and packed <= limit):
+        raise Unshared(
+            f"RoPE is scaled by the padded length, {padded}, and the longest row has {packed}; pass rows without padding"
+        )
 
 
 def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:

@@ -1,0 +1,183 @@
+"""CUDA kernels against the float64 reference, and a transformed model on the GPU; skipped without one.
+
+Tolerance: half-precision attention is compared with a float64 truth, and may be at most twice as far from it as the
+same rows computed without reuse by torch's FlashAttention (invariant 2 of the design).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+import augtree_fx
+from augtree_fx import CostModel, TreeLayout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS, RESPONSES = (300, 129), ((70, 5, 33), (64, 1, 200))
+
+
+def make_layout(scale: int = 1) -> TreeLayout:
+    prompts = [[1] * (length * scale) for length in PROMPTS]
+    responses = [[[2] * (length * scale) for length in branch] for branch in RESPONSES]
+    return TreeLayout.from_groups(prompts, responses, device="cuda")
+
+
+def row_tokens(layout: TreeLayout) -> list[Tensor]:
+    """Packed tokens of every row, in order: what a forward without reuse would see."""
+    index = torch.from_numpy(layout.packed_index)
+    ends = zip(layout.row_begin.tolist(), layout.row_length.tolist(), strict=True)
+    return [index[begin : begin + length].cuda() for begin, length in ends]
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: TreeLayout, window: int, softcap: float
+) -> tuple[Tensor, ...]:
+    """Softmax attention row by row, in the dtype of the inputs; a shared token's output gradient counts once."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out: list[Tensor | None] = [None] * len(q)
+    group = q.shape[1] // k.shape[1]
+    for tokens in row_tokens(layout):
+        q_r, k_r, v_r = (leaf[tokens] for leaf in leaves)
+        k_r, v_r = (x.repeat_interleave(group, 1) for x in (k_r, v_r))
+        logits = torch.einsum("thd,shd->hts", q_r, k_r) * q.shape[-1] ** -0.5
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        place = torch.arange(len(tokens), device="cuda")
+        seen = place[:, None] >= place
+        seen &= place > place[:, None] - window if window else True
+        weights = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+        row_out = torch.einsum("hts,she->the", weights, v_r)
+        for position, token in enumerate(tokens.tolist()):
+            out[token] = row_out[position] if out[token] is None else out[token]
+    stacked = torch.stack([x for x in out if x is not None])
+    return (stacked.detach(), *torch.autograd.grad(stacked, leaves, dout))
+
+
+def ours(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: TreeLayout, window: int, softcap: float, kernel: str
+) -> tuple[Tensor, ...]:
+    tables = layout.tables(window or None)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    spec = (q.shape[-1] ** -0.5, window if tables.kv_index is not None else 0, softcap, kernel)
+    out, _ = torch.ops.augtree.replay_attention(
+        *leaves, tables.segments, tables.cu_seqlens, tables.kv_index, None, *spec
+    )
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def errors(result: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> list[float]:
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(result, truth, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "v_head_dim", "kv_heads", "window", "softcap"),
+    [
+        ("auto", 64, 64, 2, 0, 0.0),
+        ("aten_flash", 128, 128, 1, 0, 0.0),
+        ("aten_flash", 64, 64, 4, 50, 0.0),
+        ("aten_flash", 48, 32, 4, 0, 0.0),
+        ("reference", 64, 64, 2, 0, 20.0),
+        ("reference", 64, 64, 2, 50, 20.0),
+    ],
+)
+def test_tree_attention_matches_rows(
+    kernel: str, head_dim: int, v_head_dim: int, kv_heads: int, window: int, softcap: float
+) -> None:
+    torch.manual_seed(0)
+    layout = make_layout()
+    tokens = layout.num_tokens
+
+    def draw(heads: int, size: int) -> Tensor:
+        return torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+
+    inputs = (draw(4, head_dim), draw(kv_heads, head_dim), draw(kv_heads, v_head_dim), draw(4, v_head_dim))
+    truth = dense(*(x.double() for x in inputs), layout, window, softcap)
+    eager = errors(dense(*inputs, layout, window, softcap), truth)
+    found = errors(ours(*inputs, layout, window, softcap, kernel), truth)
+    assert all(mine <= 2 * theirs for mine, theirs in zip(found, eager, strict=True)), (found, eager)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_matches_the_reference_with_global_lse(causal: bool) -> None:
+    from augtree_fx.kernels import cudnn, reference
+    from augtree_fx.reference import AttentionSpec
+    from augtree_fx.tables import AttentionCall, Segment
+
+    torch.manual_seed(0)
+    num_keys = 700
+    num_queries = num_keys if causal else 333
+    cu = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (num_queries, num_keys)]
+    call = AttentionCall((Segment(0, num_queries, 0, num_keys),), causal, *cu)
+    q = torch.randn(num_queries, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(num_keys, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    dout, spec = torch.randn_like(q), AttentionSpec(128**-0.5)
+    out, lse = cudnn.forward(q, k, v, call, spec)
+    wide = [x.double() for x in (q, k, v)]
+    true_out, true_lse = reference.forward(*wide, call, spec)
+    # 5e-3: bf16 keeps 8 bits, 2^-8 = 4e-3 relative a rounding; the LSE is float32 from bf16 inputs: 1e-5.
+    assert errors((out,), (true_out,))[0] < 5e-3
+    torch.testing.assert_close(lse.double(), true_lse, rtol=1e-5, atol=1e-5)
+    # As if another partial held three quarters of the weight: the backward must use what it is given.
+    global_lse, global_out = true_lse + 1.4, true_out * 0.3
+    truth = reference.backward(dout.double(), *wide, global_out, global_lse, call, spec)
+    found = cudnn.backward(dout, q, k, v, global_out.bfloat16(), global_lse.float(), call, spec)
+    assert max(errors(found, truth)) < 1e-2
+
+
+def test_model_in_bf16_matches_float64() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    truth_model = Qwen3ForCausalLM(config).cuda().double()
+    plain = copy.deepcopy(truth_model).bfloat16()
+    shared = augtree_fx.transform(copy.deepcopy(plain), costs=CostModel.free())
+    prompt = torch.randint(0, 128, (1, 200), device="cuda").expand(6, -1)
+    ids = torch.cat([prompt, torch.randint(0, 128, (6, 40), device="cuda")], dim=1)
+    weight = torch.randn(6, 240, 128, device="cuda")
+    results = []
+    for model in (truth_model, plain, shared):
+        logits = model(ids, use_cache=False).logits
+        (logits * weight.to(logits.dtype)).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        results.append((logits.detach(), *grads))
+    truth = tuple(x.double() for x in results[0])
+    theirs, mine = (errors(result, truth) for result in results[1:])
+    assert shared.base_model._augtree_state.num_shared == 1
+    assert all(a <= 2 * b for a, b in zip(mine, theirs, strict=True)), (mine, theirs)
+
+
+def test_detection_costs_two_percent_at_most() -> None:
+    """64 rows of 32k tokens against the forward that sharing saves, of a 0.6B model (28 layers of 15.7M weights)."""
+    prompt = torch.randint(0, 150_000, (8, 1, 30_720), device="cuda").expand(8, 8, -1).reshape(64, -1)
+    ids = torch.cat([prompt, torch.randint(0, 150_000, (64, 2048), device="cuda")], dim=1)
+    mask = torch.ones_like(ids)
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        layout = TreeLayout.from_padded(ids, mask)
+        layout.tables()
+        assert len(layout.packed_index) == ids.numel()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    saved_tokens = layout.num_row_tokens - layout.num_tokens
+    x, w = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        _ = [x @ w for _ in range(20)]
+        torch.cuda.synchronize()
+        flops = 20 * 2 * 8192**3 / (time.perf_counter() - begin)
+    saved_seconds = saved_tokens * 2 * 28 * 15.7e6 / flops  # matmuls alone, at full speed: the least it can save
+    assert min(seconds) < 0.02 * saved_seconds, f"{min(seconds):.3f} s of {saved_seconds:.3f} s saved"
