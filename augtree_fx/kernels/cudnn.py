@@ -10,13 +10,9 @@ from torch import Tensor
 
 from augtree_fx.kernels.problem import Problem, pad_heads, unit_stride
 from augtree_fx.reference import AttentionSpec
-from augtree_fx.tables import AttentionCall
+from augtree_fx.tables import DENSE_PAIRS, AttentionCall
 
 NAME = "cudnn"
-# Logits a head from which cuDNN pays although its plan is new: a plan costs 45-60 ms forward and 50-75 ms backward,
-# an 8192 x 8192 causal call saves 3.0 ms of 6.5 over FlashAttention-2, in each of some 36 layers. H200, torch 2.11,
-# cuDNN of CUDA 13, 2026-11-29.
-_MIN_LOGITS = 8192 * 8192
 
 
 def why_not(problem: Problem, *, explicit: bool) -> str | None:
@@ -37,7 +33,7 @@ def why_not(problem: Problem, *, explicit: bool) -> str | None:
         return "its causal mask is aligned at the first key"
     if problem.num_segments != 1:
         return f"it takes one dense segment, the call has {problem.num_segments}"
-    if not explicit and problem.num_queries * problem.num_keys < _MIN_LOGITS:
+    if not explicit and problem.num_queries * problem.num_keys < DENSE_PAIRS:
         return f"{problem.num_queries} x {problem.num_keys} is too small to pay for a plan"
     return None
 
