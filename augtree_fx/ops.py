@@ -254,6 +254,14 @@ def _save_spread(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
     ctx.num_tokens = inputs[0].shape[0]
 
 
+def _save_collect(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _collect_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.augtree.show_slots(grad, ctx.saved_tensors[0]), None, None
+
+
 def _spread_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.augtree.collect_slots(grad, ctx.saved_tensors[0], ctx.num_tokens), None
 
@@ -263,3 +271,4 @@ def _spread_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 _define("show_slots", "(Tensor packed, Tensor index) -> Tensor", _spread, _spread_fake)
 _define("collect_slots", "(Tensor slots, Tensor index, SymInt num_tokens) -> Tensor", _collect, _collect_fake)
 torch.library.register_autograd("augtree::show_slots", _spread_grad, setup_context=_save_spread)
+torch.library.register_autograd("augtree::collect_slots", _collect_grad, setup_context=_save_collect)

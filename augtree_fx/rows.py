@@ -19,6 +19,7 @@ from augtree_fx.trie import IntArray, TrieNode
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
 _PADDING = np.iinfo(np.int64).min
+_TOO_WIDE = _PADDING + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class HostRows:
 
     def ids_of(self, slots: IntArray) -> IntArray:
         """Token ids of some slots."""
-        return self.keys[slots] & _ID_MASK
+        return (self.keys[slots] & _ID_MASK).astype(np.int32).astype(np.int64)
 
     def positions_of(self, slots: IntArray) -> IntArray:
         """Position ids of some slots."""
@@ -55,10 +56,14 @@ class HostRows:
 
 def _keys_on_host(input_ids: Tensor, mask: Tensor | None, positions: Tensor) -> IntArray:
     """Token id, position and padding in one number a slot, copied to the host in one transfer."""
-    keys = (positions.to(torch.int64) << _ID_BITS) | (input_ids.to(torch.int64) & _ID_MASK)
+    ids = input_ids.to(torch.int64)
+    keys = (positions.to(torch.int64) << _ID_BITS) | (ids & _ID_MASK)
+    keys = keys.masked_fill(ids != ids.to(torch.int32), int(_TOO_WIDE))
     if mask is not None:
         keys = keys.masked_fill(mask == 0, int(_PADDING))
     host = keys.flatten().cpu().numpy()
+    if (host == _TOO_WIDE).any():
+        raise ValueError(f"input_ids must fit 32 bits, slot {int((host == _TOO_WIDE).argmax())} does not")
     negative = np.flatnonzero((host < 0) & (host != _PADDING))
     if len(negative):
         raise ValueError(f"position_ids must not be negative, got {int(host[negative[0]]) >> _ID_BITS}")
@@ -86,6 +91,8 @@ def _check_like(name: str, tensor: Tensor | None, shape: torch.Size, rows: tuple
         return
     if tensor.ndim != 2 or tensor.shape[1] != shape[1] or tensor.shape[0] not in rows:
         raise ValueError(f"{name} must have the shape of input_ids {tuple(shape)}, got {tuple(tensor.shape)}")
+    if name == "position_ids" and tensor.dtype.is_floating_point:
+        raise TypeError(f"position_ids must be integers, got {tensor.dtype}")
 
 
 def padded_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> HostRows:
@@ -146,9 +153,7 @@ def packed_rows(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Ten
         raise ValueError("packed rows need position_ids that restart, or cu_seq_lens; got neither")
     _check_devices({"input_ids": input_ids, "position_ids": position_ids})
     total, sequence = input_ids.numel(), input_ids.shape[1]
-    bounds = None if cu_seq_lens is None else cu_seq_lens.cpu().numpy().astype(np.int64)
-    if bounds is not None and (len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or (np.diff(bounds) < 0).any()):
-        raise ValueError(f"cu_seq_lens must grow from 0 to {total} tokens, got {bounds.tolist()}")
+    bounds = None if cu_seq_lens is None else _sequence_bounds(cu_seq_lens, total, sequence)
     if position_ids is None:
         assert bounds is not None
         counted = np.arange(total, dtype=np.int64) - np.repeat(bounds[:-1], np.diff(bounds))
@@ -158,6 +163,19 @@ def packed_rows(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Ten
         bounds = np.append(np.flatnonzero(sequence_starts(keys >> _ID_BITS, sequence)), total)
     shape = (input_ids.shape[0], sequence)
     return HostRows(keys, bounds[:-1], np.diff(bounds), shape, input_ids.device)
+
+
+def _sequence_bounds(cu_seq_lens: Tensor, total: int, sequence: int) -> IntArray:
+    if cu_seq_lens.dtype.is_floating_point:
+        raise TypeError(f"cu_seq_lens must be integers, got {cu_seq_lens.dtype}")
+    bounds = cu_seq_lens.cpu().numpy().astype(np.int64)
+    covers = bounds.ndim == 1 and len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == total
+    if not covers or (np.diff(bounds) < 0).any():
+        raise ValueError(f"cu_seq_lens must grow from 0 to {total} tokens, got {bounds.tolist()}")
+    missing = np.setdiff1d(np.arange(0, total, sequence), bounds)
+    if len(missing):
+        raise ValueError(f"cu_seq_lens must cut at the end of every row of {sequence} tokens, none is at {missing[0]}")
+    return bounds
 
 
 def sequence_starts(positions: IntArray, sequence: int) -> np.ndarray:
@@ -178,6 +196,16 @@ def training_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids
 Tokens = Sequence[int] | Tensor
 
 
+def _token_array(name: str, tokens: Tokens) -> IntArray:
+    """One prompt or response as int64 on the host."""
+    if isinstance(tokens, Tensor) and tokens.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, which holds no token ids")
+    array = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
+    return array.astype(np.int64)
+
+
 def group_rows(
     prompts: Sequence[Tokens], responses: Sequence[Sequence[Tokens]], device: torch.device
 ) -> tuple[HostRows, TrieNode, list[TrieNode]]:
@@ -191,14 +219,14 @@ def group_rows(
     ids: list[IntArray] = []
     lengths: list[int] = []
     for index, (prompt, branches) in enumerate(zip(prompts, responses, strict=True)):
-        prompt_ids = np.asarray(prompt, dtype=np.int64)
+        prompt_ids = _token_array(f"prompt {index}", prompt)
         if not len(prompt_ids):
             raise ValueError(f"a prompt must have at least one token, prompt {index} is empty")
         node = TrieNode(0, len(prompt_ids), row=len(ends), parent=root)
         if len(branches):
             root.children.append(node)
         for response in branches:
-            response_ids = np.asarray(response, dtype=np.int64)
+            response_ids = _token_array(f"a response of prompt {index}", response)
             end = node
             if len(response_ids):
                 end = TrieNode(node.end, node.end + len(response_ids), row=len(ends), parent=node)

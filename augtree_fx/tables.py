@@ -114,6 +114,8 @@ def decode_calls(segments: Tensor, cu_seqlens: Tensor) -> list[AttentionCall]:
 
 def build_tables(layout: TreeLayout, window: int | None) -> AttentionTables:
     """Tables of a layout for attention over the whole path (``window=None``) or its last ``window`` tokens."""
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, the token itself, got {window}; None means the whole path")
     longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
     if window is not None and window < longest:
         index, segments = _windowed_segments(layout, window)

@@ -160,6 +160,7 @@ def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     """The sink is a key with value 0: its logit's gradient is ``p_sink * (dlse - rowsum(dout * out))``."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
     weight = torch.exp(sinks.to(lse.dtype)[:, None] - reference.finite(lse))
+    weight = weight.masked_fill(lse == -torch.inf, 0.0)  # a query that no call covers has no softmax for a sink to join
     return (weight * (-delta if dlse is None else dlse - delta)).sum(1).to(sinks.dtype)
 
 
