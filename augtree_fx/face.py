@@ -55,6 +55,8 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
     """
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
     if is_installed(stack):
         uninstall(stack)

@@ -1,7 +1,7 @@
 """Attention of a tree against its rows one by one: outputs, LSE, all gradients, and faults that must be noticed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -32,6 +32,14 @@ SITES = {
 }
 RUNS = [(name, kernel) for name, site in SITES.items() for kernel in ("reference", "cpu_flash", "auto")
         if not (site.softcap and kernel == "cpu_flash")]
+
+
+@pytest.fixture(autouse=True)
+def poison_empty_tensors() -> Iterator[None]:
+    """Fills every torch.empty with NaN (what deterministic mode does), so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def deep_batch(*, scale: int = 1) -> Batch:

@@ -71,7 +71,11 @@ def keys_by_query(tables: AttentionTables, window: int | None) -> dict[int, list
 
 def check_attention(layout: TreeLayout, batch: Batch, window: int | None = None) -> None:
     """Each token attends to its own row up to itself, to every key once, to nothing else."""
-    seen = keys_by_query(layout.tables(window), window)
+    tables = layout.tables(window)
+    seen = keys_by_query(tables, window)
+    if tables.kv_index is not None:  # a window gathers what it reaches, and only where it bites
+        assert window < max(map(len, batch.rows))
+        assert len(tables.kv_index) == int((layout.length + np.minimum(layout.path_start, window - 1)).sum())
     for slots in batch.slots:
         shown = layout.packed_index[slots].tolist() if slots else []
         for end in range(1, len(shown) + 1):
@@ -83,7 +87,9 @@ def check_attention(layout: TreeLayout, batch: Batch, window: int | None = None)
 def check(layout: TreeLayout, batch: Batch, *, exact: bool = True) -> None:
     check_rows(layout, batch)
     check_order(layout)
-    for window in (None, 1, 3):
+    longest = max(map(len, batch.rows))
+    assert layout.tables(max(longest, 1)).kv_index is None
+    for window in (None, 1, 3, max(longest - 1, 1)):
         check_attention(layout, batch, window)
     if exact:
         assert layout.num_tokens == num_distinct(batch.rows)
@@ -143,6 +149,14 @@ def test_threshold(shared: int, num_rows: int, kept: bool) -> None:
     assert layout.shares == kept
 
 
+def test_what_a_node_must_save_grows_with_all_tokens_below_it() -> None:
+    """The first node saves 12 of its own, but 340 tokens below would merge one more partial: it must save 34."""
+    batch = packed([[5] * 12 + [child] * 50 + [leaf] * 30 for child in (1, 2) for leaf in (3, 4, 6, 7)])
+    layout = TreeLayout.from_packed(batch.input_ids, batch.position_ids, costs=CostModel(0.0, 0.1))
+    check(layout, batch, exact=False)
+    assert layout.num_tokens == 2 * (12 + 50) + 8 * 30
+
+
 def test_a_node_that_does_not_pay_leaves_its_parent_alone() -> None:
     batch = packed([[5] * 20 + [6] * 3 + [1], [5] * 20 + [6] * 3 + [2], [5] * 20 + [6], [5] * 20 + [7]])
     layout = TreeLayout.from_packed(batch.input_ids, batch.position_ids, costs=CostModel(10.0, 0.0))
@@ -157,10 +171,21 @@ def test_four_levels_of_turns(left: list[int], positions: str, monkeypatch: pyte
     layout = from_padded(batch)
     assert layout.num_levels >= 4 or positions != "mask"
     check(layout, batch)
-    calls = layout.tables().num_calls
-    monkeypatch.setattr(tables_module, "DENSE_PAIRS", 4)  # large segments become calls of their own
-    assert layout.tables().num_calls > calls or positions == "column"
+    monkeypatch.setattr(tables_module, "DENSE_PAIRS", 4)
     check(layout, batch)
+    for window in (None, 3):
+        tables = layout.tables(window)
+        for call in decode_calls(tables.segments, tables.cu_seqlens):
+            large = [segment for segment in call.segments if segment.num_queries * segment.num_keys >= 4]
+            assert not large or len(call.segments) == 1, "a large segment is a call of its own"
+
+
+def test_siblings_with_children_are_neighbours() -> None:
+    """Fewer gaps between the keys of a level, hence fewer calls: own, and one for each pair of levels."""
+    batch = packed([[1, 1] + turn for turn in ([1, 1], [1, 2], [2], [3, 1], [3, 2], [4], [5, 1], [5, 2])])
+    layout = TreeLayout.from_packed(batch.input_ids, batch.position_ids, costs=FREE)
+    check(layout, batch)
+    assert layout.num_levels == 3 and layout.tables().num_calls == 4
 
 
 def test_long_rows_of_packed_sequences() -> None:
@@ -170,6 +195,12 @@ def test_long_rows_of_packed_sequences() -> None:
     batch = Batch(first.rows + second.rows, first.slots + [[6 + s for s in slots] for slots in second.slots], ids)
     check(TreeLayout.from_packed(ids, positions, costs=FREE), batch)
     check(TreeLayout.from_packed(ids, cu_seq_lens=torch.tensor([0, 3, 6, 8, 12]), costs=FREE), batch)
+
+
+def test_a_long_row_starts_a_sequence_whatever_its_first_position() -> None:
+    ids, positions = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[0, 1], [2, 3]])
+    batch = Batch([[(1, 0), (2, 1)], [(1, 2), (2, 3)]], [[0, 1], [2, 3]], ids)
+    check(TreeLayout.from_packed(ids, positions, costs=FREE), batch)
 
 
 @pytest.mark.parametrize("tokens", [[[1, 2, 3]], [[1]], [[1, 2]] * 4, [[], [1], []], [[], []]])

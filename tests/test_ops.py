@@ -4,6 +4,7 @@ Tolerances: float64 results that differ only in the order of sums agree to 1e-12
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
-from augtree_fx import CostModel, TreeLayout
+from augtree_fx import CostModel, TreeLayout, ops
 
 OPS = torch.ops.augtree
 BATCH = packed([[1, 1, 2, 3], [1, 1, 2, 4, 5], [1, 1, 6], [7, 7]])
@@ -31,6 +32,14 @@ SITES = {
 CASES = [(name, dtype) for name in SITES for dtype in (torch.float64, torch.float32)]
 RUNS = [(name, "reference") for name in SITES]
 RUNS += [(name, "cpu_flash") for name, site in SITES.items() if not site.softcap]  # torch's CPU kernel has none
+
+
+@pytest.fixture(autouse=True)
+def poison_empty_tensors() -> Iterator[None]:
+    """Fills every torch.empty with NaN (what deterministic mode does), so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def replay_arguments(site: Site, dtype: torch.dtype, *, kernel: str = "auto", grad: bool = True) -> tuple[Any, ...]:
@@ -93,7 +102,9 @@ def test_opcheck_partial_softmax(sinks: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4)])
-def test_slots(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("chunk", [2, 1 << 15])
+def test_slots(shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_COLLECTED_SLOTS", chunk)
     index = torch.tensor([2, -1, 0, 0, -1, 2, 2])
     tokens = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     slots = torch.randn(7, *shape[1:], dtype=torch.float64)
@@ -117,7 +128,7 @@ def test_collected_slots_have_a_gradient() -> None:
 
 
 def test_half_precision_slots_are_summed_in_float32() -> None:
-    slots = torch.full((1001, 1), 0.001, dtype=torch.bfloat16)
+    slots = torch.full((1001,), 0.001, dtype=torch.bfloat16)
     slots[0] = 1.0  # summed in bfloat16, what follows would vanish
     collected = OPS.collect_slots(slots, torch.zeros(1001, dtype=torch.int64), 1)
     assert torch.equal(collected, slots.double().sum(0, keepdim=True).bfloat16())

@@ -28,8 +28,8 @@ def lengths(name: str) -> dict:
 
 
 def random_ids(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Ids from 32 bits, so that rows do not meet by chance."""
-    return rng.integers(1 << 32, size=count)
+    """Ids from 31 bits, so that rows do not meet by chance."""
+    return rng.integers(1 << 31, size=count)
 
 
 def branches(rng: np.random.Generator, sizes: list[int], shared: int) -> list[np.ndarray]:

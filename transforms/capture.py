@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +69,13 @@ class AttentionSite:
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
-    """The class that defines the module's forward: wrappers that swap classes (FSDP2) subclass it."""
-    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    """The module's class below those that swap classes: FSDP2 (``torch.distributed``) and `install` subclass it."""
+
+    def wraps(cls: type) -> bool:
+        wrappers = (cls, *cls.__bases__)
+        return "_augtree_base" in cls.__dict__ or any(x.__module__.startswith("torch.distributed") for x in wrappers)
+
+    return next(cls for cls in type(module).__mro__ if not wraps(cls))
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -139,6 +145,8 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
         reasons.append("encoder-decoder models are not decoders of one stack")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         reasons.append("its attention is bidirectional")
+    if "forward" in vars(stack):
+        reasons.append("an instance has a forward of its own, which hides that of its class (a device hook?)")
     if "position_ids" not in inspect.signature(forward).parameters:
         reasons.append("its forward takes no position_ids")
     if "cumsum" in forward.__code__.co_names:
@@ -157,6 +165,8 @@ def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
             if not found
             else f"it has {len(found)} attention modules: {', '.join(name for name, _ in found)}"
         )
+    if "forward" in vars(found[0][1]):
+        raise CaptureError(f"{found[0][0]} has a forward of its own, which hides that of its class (a device hook?)")
     return found[0]
 
 
@@ -194,6 +204,9 @@ def _record_calls(stack: nn.Module, tokens: int) -> dict[str, _Call]:
             if is_attention(module):
                 module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
         layer.forward = _until_site(layer)  # type: ignore[assignment]
+    for module in skeleton.modules():
+        if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
+            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
     marker = object()
@@ -265,11 +278,25 @@ def _capture_site(name: str, module: nn.Module, calls: list[_Call], cache: dict[
     scalars = plain_scalars(module) + config_scalars(module.config)
     if calls[0].mask_kind == "lost":
         raise CaptureError("extra keywords do not reach its attention module")
+    calls = [_as_live(call, module) for call in calls]
     key = (base_class(module), scalars, calls[0].mask_kind, _shapes(calls[0].arguments))
     if key not in cache:
         traced = [_trace(call, module, training) for call in calls for training in (True, False)]
         cache[key] = _agree(name, module, traced, calls[0].mask_kind, scalars)
     return copy.copy(cache[key]) if cache[key].name == name else _renamed(cache[key], name)
+
+
+def _as_live(call: _Call, live: nn.Module) -> _Call:
+    """The call with a skeleton of the live module's class, which may not be the one that the config builds."""
+    cls = base_class(live)
+    if cls is base_class(call.module):
+        return call
+    try:
+        with torch.device("meta"):
+            replacement = cls(copy.deepcopy(live.config), getattr(live, "layer_idx", None))
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CaptureError(f"it was replaced by {cls.__name__}, which cannot be built: {error}") from error
+    return _Call(replacement, call.arguments, call.mask_kind)
 
 
 def _renamed(site: AttentionSite, name: str) -> AttentionSite:

@@ -7,8 +7,10 @@ module and signature of its base. Without a tree the original forward runs.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import linecache
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from augtree_fx.transforms.stack import StackState, run_stack
 
 _BASE = "_augtree_base"
 STATE = "_augtree_state"
+_REWRITTEN = "_augtree_forward"
 
 
 def is_installed(module: nn.Module) -> bool:
@@ -29,57 +32,85 @@ def is_installed(module: nn.Module) -> bool:
 
 def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> None:
     """Swap the classes of a stack and of its captured attention modules; nothing else of them changes."""
-    compiled: dict[int, Callable[..., Any]] = {}
+    generated: dict[int, RewrittenForward] = {}
     for site in sites:
-        if id(site.graph) not in compiled:
-            compiled[id(site.graph)] = _generate(site)
-        _swap(stack.get_submodule(site.name), _attention_forward, (compiled[id(site.graph)], site.arguments))
-    _swap(stack, _stack_forward, ())
+        if id(site.graph) not in generated:
+            generated[id(site.graph)] = RewrittenForward.of(site)
+        module = stack.get_submodule(site.name)
+        module.__class__ = swapped_class(type(module), attention_forward)  # type: ignore[arg-type]
+        setattr(module, _REWRITTEN, generated[id(site.graph)])
+    stack.__class__ = swapped_class(type(stack), stack_forward)  # type: ignore[arg-type]
     setattr(stack, STATE, state)
 
 
 def uninstall(stack: nn.Module) -> None:
-    """Undo `install`: classes back, the state attribute gone."""
-    for module in stack.modules():
-        if is_installed(module):
-            module.__class__ = _without_swap(type(module))
-    if hasattr(stack, STATE):
-        delattr(stack, STATE)
+    """Undo `install`: classes back, attributes gone.
+
+    Raises:
+        NotImplementedError: a wrapper swapped a class again since; nothing was undone then.
+    """
+    installed = [module for module in stack.modules() if is_installed(module)]
+    for module in installed:
+        if _BASE not in type(module).__dict__:
+            raise NotImplementedError(
+                f"{type(module).__name__} was wrapped after transform (by {type(module).__module__}); undo that first"
+            )
+    for module in installed:
+        module.__class__ = type(module).__dict__[_BASE]
+        for attribute in (STATE, _REWRITTEN):
+            vars(module).pop(attribute, None)
 
 
-def _without_swap(cls: type) -> type:
-    """The class below the swapped one; a wrapper class on top (FSDP2 swaps too) cannot be peeled from here."""
-    if _BASE not in cls.__dict__:
-        raise NotImplementedError(
-            f"{cls.__name__} was wrapped by {cls.__mro__[0].__module__} after transform; undo the wrapping first"
+class RewrittenForward:
+    """The function of a rewritten graph: ``(self, augtree_context, ...)``. Pickles as its source.
+
+    Attributes:
+        source: generated Python, which also shows in tracebacks.
+        arguments: names of the attention module's arguments that it takes.
+    """
+
+    def __init__(self, name: str, source: str, scope: dict[str, Any], arguments: tuple[str, ...]) -> None:
+        self.name, self.source, self.arguments = name, source, arguments
+        self._scope = scope
+        compiled = dict(scope)
+        exec(compile(source, name, "exec"), compiled)
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        self.function = compiled["forward"]
+
+    @staticmethod
+    def of(site: AttentionSite) -> RewrittenForward:
+        """Rewrite a captured site's graph and generate its function."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(site.graph, {}))
+        rewritten = rewrite_attention(graph, site)
+        assert rewritten == 1, f"one attention call must match, {rewritten} did"
+        code = graph.python_code("self")
+        return RewrittenForward(
+            f"<augtree {site.class_name} {site.name}>", code.src, dict(code.globals), site.arguments[1:]
         )
-    return cls.__dict__[_BASE]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenForward:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        modules = {name: value.__name__ for name, value in self._scope.items() if isinstance(value, types.ModuleType)}
+        scope = {name: value for name, value in self._scope.items() if name not in modules}
+        return _unpickle, (self.name, self.source, scope, modules, self.arguments)
 
 
-def _generate(site: AttentionSite) -> Callable[..., Any]:
-    """Python function of the rewritten graph: ``(self, augtree_context, ...)``; its source shows in tracebacks."""
-    graph = fx.Graph()
-    output = graph.graph_copy(site.graph, {})
-    graph.output(output)
-    rewritten = rewrite_attention(graph, site)
-    assert rewritten == 1, f"one attention call must match, {rewritten} did"
-    code = graph.python_code("self")
-    name = f"<augtree {site.class_name} {site.name}>"
-    scope = dict(code.globals)
-    exec(compile(code.src, name, "exec"), scope)
-    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
-    function = scope["forward"]
-    function.source = code.src
-    return function
+def _unpickle(
+    name: str, source: str, scope: dict[str, Any], modules: dict[str, str], arguments: tuple[str, ...]
+) -> RewrittenForward:
+    imported = {alias: importlib.import_module(module) for alias, module in modules.items()}
+    return RewrittenForward(name, source, {**scope, **imported}, arguments)
 
 
-def _swap(module: nn.Module, make_forward: Callable[..., Any], record: tuple[Any, ...]) -> None:
-    module.__class__ = swapped_class(type(module), make_forward, record)
+@functools.cache
+def swapped_class(base: type, make_forward: Callable[[type], Callable[..., Any]]) -> type:
+    """Subclass of ``base`` with another forward; name, module, signature and isinstance are those of ``base``.
 
-
-def swapped_class(base: type, make_forward: Callable[..., Any], record: tuple[Any, ...]) -> type:
-    """Subclass of ``base`` with another forward, indistinguishable by name, module, signature and isinstance."""
-    forward = functools.wraps(base.forward)(make_forward(base, *record))  # type: ignore[attr-defined]
+    One class for a base, so that whoever looks classes up by name (FSDP wrapping) finds all of its instances.
+    """
     return type(
         base.__name__,
         (base,),
@@ -88,69 +119,49 @@ def swapped_class(base: type, make_forward: Callable[..., Any], record: tuple[An
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "__reduce_ex__": _reduce,
-            "forward": forward,
+            "forward": functools.wraps(base.forward)(make_forward(base)),  # type: ignore[attr-defined]
             _BASE: base,
-            "_augtree_record": (make_forward, record),
+            "_augtree_make_forward": make_forward,
         },
     )
 
 
-def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
     """Pickle as base class + how to swap it: the class itself exists in no module."""
-    make_forward, record = type(self)._augtree_record  # type: ignore[attr-defined]
-    if record:
-        function, arguments = record
-        record = (
-            _Source(
-                function.source,
-                {k: v for k, v in function.__globals__.items() if k != "__builtins__" and k != "forward"},
-            ),
-            arguments,
-        )
-    return _restore_instance, (type(self).__dict__[_BASE], make_forward, record), self.__getstate__()  # type: ignore[attr-defined]
+    cls = type(self)
+    return _new_instance, (cls.__dict__[_BASE], cls.__dict__["_augtree_make_forward"]), self.__getstate__()
 
 
-class _Source:
-    """A generated function in a form that pickles: its source and the globals that it names."""
-
-    def __init__(self, source: str, scope: dict[str, Any]) -> None:
-        self.source, self.scope = source, scope
-
-    def compile(self) -> Callable[..., Any]:
-        scope = dict(self.scope)
-        exec(compile(self.source, "<augtree unpickled>", "exec"), scope)
-        scope["forward"].source = self.source
-        return scope["forward"]
-
-
-def _restore_instance(base: type, make_forward: Callable[..., Any], record: tuple[Any, ...]) -> nn.Module:
-    if record:
-        record = (record[0].compile(), record[1])
-    cls = swapped_class(base, make_forward, record)
+def _new_instance(base: type, make_forward: Callable[[type], Callable[..., Any]]) -> Any:
+    cls = swapped_class(base, make_forward)
     return cls.__new__(cls)  # type: ignore[call-overload]
 
 
-def _attention_forward(base: type, function: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
-    original = base.forward  # type: ignore[attr-defined]
-    parameters = list(inspect.signature(inspect.unwrap(original)).parameters)[1:]
-    names = arguments[1:]
+def _parameters(base: type) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(base.forward)).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def attention_forward(base: type) -> Callable[..., Any]:
+    """Forward of a swapped attention class: the rewritten graph with a tree, the original without."""
+    original, parameters = base.forward, _parameters(base)  # type: ignore[attr-defined]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context = kwargs.get(CONTEXT)
         if context is None:
             return original(self, *args, **kwargs)
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        return function(self, context, *(given[name] for name in names))
+        rewritten: RewrittenForward = getattr(self, _REWRITTEN)  # type: ignore[assignment]
+        return rewritten.function(self, context, *(given[name] for name in rewritten.arguments))
 
     return forward
 
 
-def _stack_forward(base: type) -> Callable[..., Any]:
-    original = base.forward  # type: ignore[attr-defined]
-    parameters = list(inspect.signature(inspect.unwrap(original)).parameters)[1:]
+def stack_forward(base: type) -> Callable[..., Any]:
+    """Forward of a swapped decoder stack."""
+    original, parameters = base.forward, _parameters(base)  # type: ignore[attr-defined]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        return run_stack(self, getattr(self, STATE), functools.partial(original, self), given)
+        return run_stack(self, getattr(self, STATE), functools.partial(original, self), given)  # type: ignore[arg-type]
 
     return forward

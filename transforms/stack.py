@@ -78,14 +78,13 @@ class Unshared(Exception):
 
 
 def find_stack(model: Any) -> nn.Module:
-    """The decoder stack of a causal LM, a wrapper of one (PEFT, DDP), a text model, or the stack itself.
+    """The decoder stack of a causal LM, a wrapper of one (PEFT, DDP, torch.compile), a text model, or the stack itself.
 
     Raises:
-        TypeError: compiled, or not a transformers model.
+        TypeError: not a transformers model.
         NotImplementedError: an encoder-decoder model.
     """
-    if hasattr(model, "_orig_mod"):
-        raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     if callable(getattr(model, "get_base_model", None)):
@@ -168,7 +167,11 @@ def _decline(stack: nn.Module, given: Mapping[str, Any]) -> None:
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise Unshared("attention_mask is not a [batch, sequence] tensor")
-    extra = [name for name, value in given.items() if isinstance(value, Tensor) and name not in (*_REPLACED, *_PACKING)]
+    extra = [
+        name
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.ndim and name not in (*_REPLACED, *_PACKING)
+    ]
     if extra:
         raise Unshared(f"extra tensors are passed to the decoder: {', '.join(extra)}")
 
@@ -197,7 +200,7 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
 
 def current_dropout(stack: nn.Module, site: AttentionSite) -> float:
     """Attention dropout of a site now (captured value, unless the module's attribute was changed since)."""
-    return float(getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout)) if site.dropout else 0.0
+    return float(getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout) or 0.0)
 
 
 def changed_sites(stack: nn.Module, state: StackState) -> list[str]:
@@ -226,9 +229,7 @@ def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
     if padded <= limit or padded == packed or layout.num_row_tokens == layout.shape[0] * layout.shape[1]:
         return
     if "dynamic" in kinds or ("longrope" in kinds and packed <= limit):
-        raise Unshared(
-            f"RoPE is scaled by the padded length, {padded}, and the longest row has {packed}; pass rows without padding"
-        )
+        raise Unshared(f"RoPE is scaled by the padded length, {padded}, the longest row has {packed}; drop the padding")
 
 
 def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
