@@ -58,8 +58,6 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
-    if is_installed(stack):
-        uninstall(stack)
     sites, refusals = capture_stack(stack)
     if refusals or not sites:
         error = RewriteError(model, refusals)
@@ -67,6 +65,8 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
             raise error
         logger.warning("augtree-fx: left unchanged: %s", error)
         return model
+    if is_installed(stack):
+        uninstall(stack)
     install(stack, sites, StackState(tuple(sites), kernel=kernel, strict=strict, costs=costs))
     return model
 
