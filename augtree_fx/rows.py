@@ -19,7 +19,7 @@ from augtree_fx.trie import IntArray, TrieNode
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
 _PADDING = np.iinfo(np.int64).min
-_TOO_WIDE = _PADDING + 1
+_WIDE_ID, _WRONG_POSITION = _PADDING + 1, _PADDING + 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +56,25 @@ class HostRows:
 
 def _keys_on_host(input_ids: Tensor, mask: Tensor | None, positions: Tensor) -> IntArray:
     """Token id, position and padding in one number a slot, copied to the host in one transfer."""
-    ids = input_ids.to(torch.int64)
-    keys = (positions.to(torch.int64) << _ID_BITS) | (ids & _ID_MASK)
-    keys = keys.masked_fill(ids != ids.to(torch.int32), int(_TOO_WIDE))
+    ids, positions = input_ids.to(torch.int64), positions.to(torch.int64)
+    keys = (positions << _ID_BITS) | (ids & _ID_MASK)
+    keys = keys.masked_fill(ids != ids.to(torch.int32), int(_WIDE_ID))
+    keys = keys.masked_fill((positions < 0) | (positions >= 1 << 31), int(_WRONG_POSITION))
     if mask is not None:
         keys = keys.masked_fill(mask == 0, int(_PADDING))
     host = keys.flatten().cpu().numpy()
-    if (host == _TOO_WIDE).any():
-        raise ValueError(f"input_ids must fit 32 bits, slot {int((host == _TOO_WIDE).argmax())} does not")
-    negative = np.flatnonzero((host < 0) & (host != _PADDING))
-    if len(negative):
-        raise ValueError(f"position_ids must not be negative, got {int(host[negative[0]]) >> _ID_BITS}")
+    if host.min() < 0:
+        _check_range("input_ids must fit 32 bits", host == _WIDE_ID, input_ids)
+        _check_range("position_ids must be below 2^31", host == _WRONG_POSITION, positions)
     return host
+
+
+def _check_range(rule: str, wrong: npt.NDArray[np.bool_], values: Tensor) -> None:
+    if wrong.any():
+        slot = int(wrong.argmax())
+        value = int(values.flatten()[slot % values.numel()])
+        rule = rule if value >= 0 else rule.replace("be below 2^31", "not be negative")
+        raise ValueError(f"{rule}, got {value} at token {slot} of the flattened batch")
 
 
 def _check_devices(named: dict[str, Tensor | None]) -> None:
@@ -203,7 +210,10 @@ def _token_array(name: str, tokens: Tokens) -> IntArray:
     array = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"{name} must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
-    return array.astype(np.int64)
+    ids = array.astype(np.int64)
+    if ids.size and (ids.min() < -(1 << 31) or ids.max() >= 1 << 31):
+        raise ValueError(f"{name} must have token ids of 32 bits, got {int(ids[np.abs(ids).argmax()])}")
+    return ids
 
 
 def group_rows(

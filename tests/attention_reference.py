@@ -43,9 +43,12 @@ def make_inputs(site: Site, batch: Batch, dtype: torch.dtype = torch.float64, se
     numbers = prefix_numbers(batch.rows)
     count, tokens = max(map(max, filter(None, numbers))) + 1, sum(map(len, numbers))
     shapes = {
-        "q": (count, site.heads, site.head_dim), "k": (count, site.kv_heads, site.head_dim),
-        "v": (count, site.kv_heads, site.v_head_dim), "sinks": (site.heads,),
-        "weigh_out": (tokens, site.heads, site.v_head_dim), "weigh_lse": (tokens, site.heads),
+        "q": (count, site.heads, site.head_dim),
+        "k": (count, site.kv_heads, site.head_dim),
+        "v": (count, site.kv_heads, site.v_head_dim),
+        "sinks": (site.heads,),
+        "weigh_out": (tokens, site.heads, site.v_head_dim),
+        "weigh_lse": (tokens, site.heads),
     }
     made = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: tensor.to(dtype) for name, tensor in made.items() if site.sinks or name != "sinks"}
@@ -82,7 +85,8 @@ def by_rows(site: Site, batch: Batch, inputs: dict[str, Tensor]) -> Result:
     leaves = leaves_of(inputs)
     results = [
         dense_row(*(leaves[name][path] for name in "qkv"), leaves.get("sinks"), site)
-        for path in prefix_numbers(batch.rows) if path
+        for path in prefix_numbers(batch.rows)
+        if path
     ]
     out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     return _result(out, lse, inputs, leaves)

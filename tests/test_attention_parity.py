@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_reference import Result, Site, assert_same, by_rows, by_tree, make_inputs, prefix_numbers
-from row_reference import Batch, padded
+from attention_reference import Result, Site, assert_same, by_rows, by_tree, make_inputs
+from row_reference import Batch, padded, prefix_numbers
 from torch import Tensor
 
 from augtree_fx import CostModel, TreeLayout, kernels, ops, reference
@@ -30,8 +30,12 @@ SITES = {
     "soft-cap": Site(softcap=1.5),
     "all at once": Site(head_dim=6, v_head_dim=10, window=4, softcap=2.0, sinks=True),
 }
-RUNS = [(name, kernel) for name, site in SITES.items() for kernel in ("reference", "cpu_flash", "auto")
-        if not (site.softcap and kernel == "cpu_flash")]
+RUNS = [
+    (name, kernel)
+    for name, site in SITES.items()
+    for kernel in ("reference", "cpu_flash", "auto")
+    if not (site.softcap and kernel == "cpu_flash")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +191,7 @@ def extend_replay(calls: list) -> list:
 
 def lose_branch_point_gradients(patch: pytest.MonkeyPatch) -> None:
     """A token shown in several rows gets the gradient of the first one only."""
+
     def show_slots(packed: Tensor, index: Tensor) -> Tensor:
         values = index.tolist()
         first = torch.tensor([number == values.index(value) for number, value in enumerate(values)])
@@ -197,17 +202,20 @@ def lose_branch_point_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.ops.augtree, "show_slots", show_slots)
 
 
-@pytest.mark.parametrize("plant", [
-    local_softmax_in_backward,
-    local_lse_in_backward,
-    stale_keys_in_backward,
-    merge_in_base_two,
-    sink_counted_twice,
-    lose_branch_point_gradients,
-    pytest.param(edit_calls(lambda calls: calls[:-1]), id="a branch's call is dropped"),
-    pytest.param(edit_calls(lambda calls: [*calls, calls[-1]]), id="a call runs twice"),
-    pytest.param(edit_calls(extend_replay), id="a sibling's token leaks"),
-])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        local_softmax_in_backward,
+        local_lse_in_backward,
+        stale_keys_in_backward,
+        merge_in_base_two,
+        sink_counted_twice,
+        lose_branch_point_gradients,
+        pytest.param(edit_calls(lambda calls: calls[:-1]), id="a branch's call is dropped"),
+        pytest.param(edit_calls(lambda calls: [*calls, calls[-1]]), id="a call runs twice"),
+        pytest.param(edit_calls(extend_replay), id="a sibling's token leaks"),
+    ],
+)
 @pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
 def test_planted_faults_are_noticed(plant: Fault, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     site, batch = Site(sinks=True), deep_batch()

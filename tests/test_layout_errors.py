@@ -1,5 +1,6 @@
 """What a layout refuses, and in which words: the rule, the value, the way out."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -105,6 +106,22 @@ def test_token_ids_are_kept_or_refused(ids: list[list[int]]) -> None:
         assert "input_ids" in str(error)
     else:
         assert sorted(layout.input_ids.tolist()) == sorted(token for row in ids for token in row)
+
+
+@pytest.mark.parametrize("token", [1 + 2**32, -100], ids=["wide", "negative"])
+def test_token_ids_of_groups_are_kept_or_refused(token: int) -> None:
+    for prompt, response in ((token, 5), (5, token)):
+        try:
+            layout = TreeLayout.from_groups([[prompt]], [[[response]]])
+        except ValueError as error:
+            assert re.search("prompt|response", str(error))
+        else:
+            assert layout.input_ids.tolist() == [prompt, response]
+
+
+def test_positions_that_do_not_fit_are_not_called_negative() -> None:
+    with pytest.raises(ValueError, match=f"position_ids .*{2**31 + 5}"):
+        TreeLayout.from_padded(IDS, None, torch.tensor([[0, 1, 2, 2**31 + 5]]))
 
 
 @pytest.mark.parametrize(

@@ -208,14 +208,30 @@ def test_prefill_of_separate_prompts(site: Site) -> None:
         torch.testing.assert_close(gradient, truth.gradients[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kernel", "softcap", "error", "text"), [
-    ("cpu_flash", 1.0, NotImplementedError, "kernel 'cpu_flash' cannot run this attention: torch's CPU kernel has no "
-                                            "soft-cap; use kernel='auto'"),
-    ("aten_flash", 0.0, NotImplementedError, "kernel 'aten_flash' cannot run this attention: it runs on CUDA, the "
-                                             "tensors are on cpu; use kernel='auto'"),
-    ("cudnn", 0.0, NotImplementedError, "kernel 'cudnn' cannot run this attention: it runs on CUDA, the tensors are"),
-    ("flash", 0.0, ValueError, "kernel must be one of auto, cudnn, aten_flash, cpu_flash, reference, got 'flash'"),
-])
+@pytest.mark.parametrize(
+    ("kernel", "softcap", "error", "text"),
+    [
+        (
+            "cpu_flash",
+            1.0,
+            NotImplementedError,
+            "kernel 'cpu_flash' cannot run this attention: torch's CPU kernel has no soft-cap; use kernel='auto'",
+        ),
+        (
+            "aten_flash",
+            0.0,
+            NotImplementedError,
+            "kernel 'aten_flash' cannot run this attention: it runs on CUDA, the tensors are on cpu; use kernel='auto'",
+        ),
+        (
+            "cudnn",
+            0.0,
+            NotImplementedError,
+            "kernel 'cudnn' cannot run this attention: it runs on CUDA, the tensors are",
+        ),
+        ("flash", 0.0, ValueError, "kernel must be one of auto, cudnn, aten_flash, cpu_flash, reference, got 'flash'"),
+    ],
+)
 def test_a_kernel_runs_or_raises(kernel: str, softcap: float, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         OPS.replay_attention(*replay_arguments(Site(softcap=softcap), torch.float32, kernel=kernel))

@@ -38,8 +38,9 @@ def branches(rng: np.random.Generator, sizes: list[int], shared: int) -> list[np
     room = [0 if number == longest else size for number, size in enumerate(sizes)]
     starts = rng.multivariate_hypergeometric(room, shared, method="marginals").tolist()
     stem = random_ids(rng, sizes[longest])
-    runs = [np.concatenate([stem[:start], random_ids(rng, size - start)])
-            for start, size in zip(starts, sizes, strict=True)]
+    runs = [
+        np.concatenate([stem[:start], random_ids(rng, size - start)]) for start, size in zip(starts, sizes, strict=True)
+    ]
     runs[longest] = stem
     return runs
 
@@ -116,8 +117,14 @@ def test_a_group_alone_shares_less_than_the_batch() -> None:
 def test_lengths_are_those_of_the_full_files(name: str) -> None:
     full = [json.loads(line) for line in (WORKLOADS / f"{name}.jsonl").read_text().splitlines()]
     if name == DOCUMENTS:
-        found = [[x["lcp_tokens"], x["unique_tokens"],
-                  [[i["prompt_tokens"], i["response_tokens"]] for i in x["instructions"]]] for x in full]
+        found = [
+            [
+                x["lcp_tokens"],
+                x["unique_tokens"],
+                [[i["prompt_tokens"], i["response_tokens"]] for i in x["instructions"]],
+            ]
+            for x in full
+        ]
         assert lengths(name)["documents"] == found
     else:
         found = [[x["prompt_tokens"], x["trie_tokens"], x["response_tokens"]] for x in full]
