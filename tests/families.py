@@ -255,7 +255,10 @@ def errors(got: Result, expected: Result, compare: Callable[[Tensor, Tensor], fl
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Turn the float32 up-casts of modelling code (norms, RoPE, softmax, routers) into float64 ones."""
+    """Turn the float32 up-casts of modelling code (norms, RoPE, softmax, routers) into float64 ones.
+
+    Build models outside of it: their buffers would differ.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = list(args), dict(kwargs or {})
