@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from augtree_fx.transforms.capture import CONTEXT, AttentionSite
+from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.rewrite import rewrite_attention
+from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.stack import StackState, run_stack
 
 _BASE = "_augtree_base"

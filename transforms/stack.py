@@ -17,8 +17,9 @@ from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import training_rows
 from augtree_fx.tables import AttentionTables
-from augtree_fx.transforms.capture import CONTEXT, AttentionSite, config_scalars, decoder_layers, plain_scalars
+from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.skeleton import CONTEXT, decoder_layers
 
 logger = logging.getLogger("augtree_fx")
 

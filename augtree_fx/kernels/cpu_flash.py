@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from augtree_fx.kernels.problem import Problem, pad_heads, unit_stride
+from augtree_fx.kernels.problem import Problem, bhsd, pad_heads, unit_stride
 from augtree_fx.reference import AttentionSpec, accumulation_dtype, visible
 from augtree_fx.tables import AttentionCall
 
@@ -57,10 +57,6 @@ def _bites(num_keys: int, spec: AttentionSpec) -> bool:
     return bool(spec.window) and spec.window < num_keys
 
 
-def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x[None].transpose(1, 2) for x in tensors)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See `augtree_fx.kernels.forward`."""
     size = max(q.shape[-1], v.shape[-1])
@@ -68,7 +64,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: Attentio
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype))
     for queries, keys, causal, mask in _pieces(call, spec, q):
-        q_i, k_i, v_i = _bhsd(padded[0][queries], padded[1][keys], padded[2][keys])
+        q_i, k_i, v_i = bhsd(padded[0][queries], padded[1][keys], padded[2][keys])
         out_i, lse_i = _FORWARD(q_i, k_i, v_i, 0.0, causal, attn_mask=mask, scale=spec.scale)
         out[queries] = out_i[0].transpose(0, 1)[..., : v.shape[-1]]
         lse[:, queries] = lse_i[0]
@@ -84,7 +80,7 @@ def backward(
     dq = torch.zeros_like(q)
     dk, dv = (x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
     for queries, keys, causal, mask in _pieces(call, spec, q):
-        dout_i, q_i, k_i, v_i, out_i = _bhsd(dout_p[queries], q_p[queries], k_p[keys], v_p[keys], out_p[queries])
+        dout_i, q_i, k_i, v_i, out_i = bhsd(dout_p[queries], q_p[queries], k_p[keys], v_p[keys], out_p[queries])
         dq_i, dk_i, dv_i = _BACKWARD(
             dout_i, q_i, k_i, v_i, out_i, lse[None, :, queries], 0.0, causal, attn_mask=mask, scale=spec.scale
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from augtree_fx.kernels.problem import Problem, pad_heads, unit_stride
+from augtree_fx.kernels.problem import Problem, bhsd, pad_heads, unit_stride
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import DENSE_PAIRS, AttentionCall
 
@@ -38,14 +38,10 @@ def why_not(problem: Problem, *, explicit: bool) -> str | None:
     return None
 
 
-def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x[None].transpose(1, 2) for x in tensors)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See `augtree_fx.kernels.forward`."""
     size = Problem.of(q, v, call, spec).padded_head_dim
-    q_p, k_p, v_p = _bhsd(*unit_stride(pad_heads((q, k, v), size)))
+    q_p, k_p, v_p = bhsd(*unit_stride(pad_heads((q, k, v), size)))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q_p, k_p, v_p, None, True, 0.0, call.causal, False, scale=spec.scale
     )
@@ -57,7 +53,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `augtree_fx.kernels.backward`."""
     size = Problem.of(q, v, call, spec).padded_head_dim
-    dout_p, q_p, k_p, v_p, out_p = _bhsd(*unit_stride(pad_heads((dout, q, k, v, out), size)))
+    dout_p, q_p, k_p, v_p, out_p = bhsd(*unit_stride(pad_heads((dout, q, k, v, out), size)))
     philox = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is 0: never read
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout_p,

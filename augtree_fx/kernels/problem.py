@@ -61,3 +61,8 @@ def pad_heads(tensors: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
 def unit_stride(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Make the last dim contiguous, which every stock kernel takes for granted; views that have it stay views."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views ``[1, heads, tokens, size]`` of token-major tensors, as dense kernels take them."""
+    return tuple(x[None].transpose(1, 2) for x in tensors)

@@ -1,0 +1,148 @@
+"""The meta-device skeleton of a decoder stack: what each attention module is called with, and under which mask.
+
+The stack's own forward runs on shapes alone, up to each layer's attention; its mask builders are stand-ins, so that
+every mask that arrives is known by its kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from augtree_fx.transforms.tracer import CaptureError, with_globals
+
+CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class below those that swap classes: FSDP2 (``torch.distributed``) and `install` subclass it."""
+
+    def wraps(cls: type) -> bool:
+        wrappers = (cls, *cls.__bases__)
+        return "_augtree_base" in cls.__dict__ or any(x.__module__.startswith("torch.distributed") for x in wrappers)
+
+    return next(cls for cls in type(module).__mro__ if not wraps(cls))
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module calls the attention interface of transformers."""
+    code = getattr(inspect.unwrap(base_class(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The stack's list of decoder layers, with its name."""
+    for name, child in stack.named_children():
+        if isinstance(child, nn.ModuleList) and len(child):
+            return name, child
+    raise ValueError(f"{type(stack).__name__} has no list of decoder layers; augtree-fx rewrites decoder stacks")
+
+
+@dataclass
+class SkeletonCall:
+    """What an attention module of the skeleton was called with."""
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    mask_kind: str
+
+
+class _SiteReached(Exception):
+    pass
+
+
+def _skeleton(stack: nn.Module) -> nn.Module:
+    """The stack's class on the meta device: shapes without weights."""
+    config = copy.deepcopy(stack.config)
+    try:
+        with torch.device("meta"):
+            return base_class(stack)(config)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CaptureError(f"its class cannot be built from its config: {error}") from error
+
+
+def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
+    """Run the skeleton's own forward up to each layer's attention; note arguments and kind of mask."""
+    skeleton = _skeleton(stack)
+    masks: dict[int, str] = {}
+    calls: dict[str, SkeletonCall] = {}
+    list_name, layers = decoder_layers(skeleton)
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if is_attention(module):
+                module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
+        layer.forward = _until_site(layer)  # type: ignore[assignment]
+    for module in skeleton.modules():
+        if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
+            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
+    marker = object()
+    try:
+        forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
+    for call in calls.values():
+        if call.arguments.pop(CONTEXT, None) is not marker:
+            call.mask_kind = "lost"
+    return calls
+
+
+def _recorder(name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> Any:
+    parameters = list(inspect.signature(inspect.unwrap(base_class(module).forward)).parameters)[1:]
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        mask = arguments.pop("attention_mask", None)
+        kind = "none" if mask is None else masks.get(id(mask), "changed")
+        calls[name] = SkeletonCall(module, arguments, kind)
+        raise _SiteReached
+
+    return record
+
+
+def _until_site(layer: nn.Module) -> Any:
+    forward = layer.forward
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            forward(hidden_states, *args, **kwargs)
+        except _SiteReached:
+            pass
+        return hidden_states
+
+    return run
+
+
+def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]:
+    """Stand-ins for transformers' mask builders; ``masks`` learns which tensor is which kind of mask."""
+    kept: list[Tensor] = []
+
+    def builder(kind: str) -> Any:
+        def build(*_: Any, **kwargs: Any) -> Tensor:
+            mask = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="meta")
+            extras = [
+                name
+                for name in ("or_mask_function", "and_mask_function", "block_sequence_ids")
+                if kwargs.get(name) is not None
+            ]
+            kept.append(mask)
+            masks[id(mask)] = f"custom ({', '.join(extras)})" if extras else kind
+            return mask
+
+        return build
+
+    window = getattr(skeleton.config, "sliding_window", None)
+    return {
+        "create_causal_mask": builder("full"),
+        "create_sliding_window_causal_mask": builder(f"window {window}"),
+        "create_chunked_causal_mask": builder("chunked"),
+        "create_bidirectional_mask": builder("bidirectional"),
+        "create_recurrent_attention_mask": builder("recurrent"),
+    }
