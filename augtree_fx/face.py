@@ -41,8 +41,8 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
             or raises.
         costs: what a shared run of tokens must save to be worth an attention piece; by default estimated from the
             size of a layer and the device. `CostModel.free()` shares whatever can be shared.
-        strict: raise on a model or a batch that cannot be shared exactly. With ``False`` the original forward runs
-            and the log says so once.
+        strict: raise on a decoder or a batch that cannot be shared exactly. With ``False`` the decoder is left
+            unchanged, or the original forward runs, and the log says so once.
 
     Returns:
         The same object.

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
+    UNSEEN,
     SkeletonCall,
     base_class,
     decoder_layers,
@@ -59,6 +60,7 @@ class AttentionSite:
         softcap: soft-cap of the logits, or 0.
         sinks: whether a learned sink joins the softmax.
         dropout: attention dropout in training.
+        separates: whether the layer's mask separates packed sequences by their positions.
         scalars: plain attributes of the module when it was captured; a change means capturing anew.
     """
 
@@ -71,6 +73,7 @@ class AttentionSite:
     softcap: float
     sinks: bool
     dropout: float
+    separates: bool
     scalars: tuple[tuple[str, Any], ...] = field(repr=False)
 
 
@@ -138,7 +141,8 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
 
 def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
     for child_name, child in layer.named_modules():
-        if _MIXER.search(base_class(child).__name__ if child_name else ""):
+        class_name = base_class(child).__name__
+        if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
             raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
     if len(found) != 1:
@@ -224,6 +228,7 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
     root = _traced_root(skeleton, body, arguments, fixed)
     try:
         graph = tracer.trace(root)
+        graph.lint()  # a node of another layer's trace: keys and values shared across layers
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise CaptureError(f"its forward cannot be traced: {error}") from error
     leaves = [node for node in graph.nodes if node.target is attention_leaf]
@@ -271,6 +276,7 @@ def _agree(
         raise CaptureError(f"unknown keyword of the attention call: {', '.join(unknown)}")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise CaptureError("its attention is not causal (is_causal=False)")
+    separates, mask_kind = not mask_kind.endswith(UNSEEN), mask_kind.removesuffix(UNSEEN)
     expected = {"full": None, f"window {window}": window}
     if mask_kind not in expected or expected[mask_kind] != window:
         said = "no window" if window is None else f"a window of {window}"
@@ -285,5 +291,6 @@ def _agree(
         softcap=float(softcap),
         sinks="s_aux" in node.kwargs,
         dropout=dropout,
+        separates=separates,
         scalars=scalars,
     )

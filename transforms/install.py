@@ -37,6 +37,7 @@ def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> 
     for site in sites:
         if id(site.graph) not in generated:
             generated[id(site.graph)] = RewrittenForward.of(site)
+    for site in sites:  # from here on nothing can fail
         module = stack.get_submodule(site.name)
         module.__class__ = swapped_class(type(module), attention_forward)  # type: ignore[arg-type]
         setattr(module, _REWRITTEN, generated[id(site.graph)])

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from augtree_fx.transforms.tracer import CaptureError, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
+# Suffix of a mask's kind when its builder is not given position ids: packed sequences in a row are then not separated.
+UNSEEN = ", positions unseen"
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
@@ -133,7 +135,8 @@ def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]
                 if kwargs.get(name) is not None
             ]
             kept.append(mask)
-            masks[id(mask)] = f"custom ({', '.join(extras)})" if extras else kind
+            unseen = "" if kwargs.get("position_ids") is not None else UNSEEN
+            masks[id(mask)] = f"custom ({', '.join(extras)})" if extras else kind + unseen
             return mask
 
         return build

@@ -135,7 +135,7 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
         ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
     """
     try:
-        _decline(stack, given)
+        _decline(state, given)
         _refuse(stack, state, given)
         host = training_rows(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
     except (ValueError, NotImplementedError) as error:
@@ -151,7 +151,7 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
     return layout
 
 
-def _decline(stack: nn.Module, given: Mapping[str, Any]) -> None:
+def _decline(state: StackState, given: Mapping[str, Any]) -> None:
     """Calls that are not a forward of whole rows: generation, custom masks, embeddings."""
     caches = [given[name] for name in CACHE_NAMES if given.get(name) is not None]
     if caches and torch.is_grad_enabled() and caches[0].get_seq_length() > 0:
@@ -159,7 +159,8 @@ def _decline(stack: nn.Module, given: Mapping[str, Any]) -> None:
         if tokens is not None and tokens.shape[1] > 1:
             raise NotImplementedError(
                 f"a forward with gradients got a KV cache of {caches[0].get_seq_length()} tokens and "
-                f"{tokens.shape[1]} new tokens; pass whole rows without a cache, or use torch.no_grad()"
+                f"{tokens.shape[1]} new tokens; pass whole rows without a cache (prefix "
+                "tuning makes one), use torch.no_grad(), or transform with strict=False"
             )
     if caches or given.get("use_cache"):
         raise Unshared("")
@@ -168,6 +169,9 @@ def _decline(stack: nn.Module, given: Mapping[str, Any]) -> None:
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise Unshared("attention_mask is not a [batch, sequence] tensor")
+    positions_alone = mask is None and given.get("position_ids") is not None
+    if positions_alone and not all(site.separates for site in state.sites):
+        raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")
     extra = [
         name
         for name, value in given.items()
@@ -197,11 +201,35 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
                 f"attention dropout must be 0 in training, {dropout[1]} has {dropout[0]}; rows that share a prompt "
                 "cannot draw different masks on it: set config.attention_dropout = 0.0 before building the model"
             )
+        noise = current_noise(stack)
+        if noise is not None:
+            raise NotImplementedError(
+                f"dropout and router noise must be 0 in training, {noise[0]} has {noise[1]}; rows that share a prompt "
+                "cannot draw different values on it: set it to 0, or pass strict=False to run the original forward"
+            )
+
+
+_NOISE = ("dropout", "activation_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise", "jitter_noise")
+
+
+def current_noise(stack: nn.Module) -> tuple[str, float] | None:
+    """A module of the stack (adapters included) that draws random numbers in training, with its rate."""
+    for name, module in stack.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            if module.p > 0:
+                return name, module.p
+            continue
+        for attribute in _NOISE:
+            rate = vars(module).get(attribute)
+            if isinstance(rate, float) and rate > 0:
+                return f"{name}.{attribute}".lstrip("."), rate
+    return None
 
 
 def current_dropout(stack: nn.Module, site: AttentionSite) -> float:
     """Attention dropout of a site now (captured value, unless the module's attribute was changed since)."""
-    return float(getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout) or 0.0)
+    now = getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout)
+    return float(getattr(now, "p", now) or 0.0)
 
 
 def changed_sites(stack: nn.Module, state: StackState) -> list[str]:

@@ -112,7 +112,9 @@ class AttentionTracer(fx.Tracer):
         finally:
             self._evaluating = False
 
-    def attention_interface(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    def attention_interface(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
         """What the traced forward calls instead of an attention function: one leaf node."""
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
         self.leaf_kwargs.append({name: value for name, value in kwargs.items() if name not in tensors})
