@@ -268,4 +268,7 @@ def test_batch_without_sharing_is_bitwise_the_unmodified_model(name: str, which:
         results.append([logits, *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert state_of(model).num_shared == 0
-    assert state_of(model).fallbacks == {}
+    # Masks of gpt_oss do not look at position_ids: its packed rows are never shared, and that is said.
+    said = {reason.split(":")[0] for reason in state_of(model).fallbacks}
+    blind = (name, which) == ("gpt_oss", "packed")
+    assert said == ({"this model's masks do not look at position_ids"} if blind else set())
