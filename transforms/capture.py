@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -167,7 +167,7 @@ def _capture_site(
     if key not in cache:
         traced = [_trace(call, module, training) for call in calls for training in (True, False)]
         cache[key] = _agree(name, module, traced, calls[0].mask_kind, scalars)
-    return copy.copy(cache[key]) if cache[key].name == name else _renamed(cache[key], name)
+    return replace(cache[key], name=name)
 
 
 def _as_live(call: SkeletonCall, live: nn.Module) -> SkeletonCall:
@@ -181,10 +181,6 @@ def _as_live(call: SkeletonCall, live: nn.Module) -> SkeletonCall:
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CaptureError(f"it was replaced by {cls.__name__}, which cannot be built: {error}") from error
     return SkeletonCall(replacement, call.arguments, call.mask_kind)
-
-
-def _renamed(site: AttentionSite, name: str) -> AttentionSite:
-    return AttentionSite(**{**{f: getattr(site, f) for f in site.__dataclass_fields__}, "name": name})
 
 
 def _shapes(arguments: dict[str, Any]) -> str:

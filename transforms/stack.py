@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,13 +65,8 @@ class StackState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
-        sites = tuple(_without_graph(site) for site in self.sites)
+        sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
         return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks)}
-
-
-def _without_graph(site: AttentionSite) -> AttentionSite:
-    values = {name: getattr(site, name) for name in site.__dataclass_fields__}
-    return AttentionSite(**{**values, "graph": torch.fx.Graph()})
 
 
 class Unshared(Exception):
