@@ -37,8 +37,8 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
 
     Args:
         model: a causal LM, reward or value model of transformers, or its decoder; also wrapped by PEFT or DDP.
-        kernel: ``"auto"``, or one of ``"cudnn"``, ``"aten_flash"``, ``"cpu_flash"``, ``"reference"``, which then runs
-            or raises.
+        kernel: ``"auto"``, or one of ``"flash_attn_3"``, ``"cudnn"``, ``"aten_flash"``, ``"flash_attn_2"``,
+            ``"cpu_flash"``, ``"reference"``, which then runs or raises.
         costs: what a shared run of tokens must save to be worth an attention piece; by default estimated from the
             size of a layer and the device. `CostModel.free()` shares whatever can be shared.
         strict: raise on a decoder or a batch that cannot be shared exactly. With ``False`` the decoder is left

@@ -1,8 +1,8 @@
 """Kernels for one attention call, and the rule that picks among them.
 
 A kernel module offers ``NAME``, ``why_not(problem)`` (a reason, or ``None`` when it can run), ``forward`` and
-``backward``. Order of preference: dense cuDNN for large segments, torch's FlashAttention, the CPU's flash, and the
-reference, which runs everywhere and does everything.
+``backward``. Order of preference: FlashAttention-3 where it is installed, dense cuDNN for large segments,
+FlashAttention-2, the CPU's flash, and the reference, which runs everywhere and does everything.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from types import ModuleType
 
 from torch import Tensor
 
-from augtree_fx.kernels import aten_flash, cpu_flash, cudnn, reference
+from augtree_fx.kernels import aten_flash, cpu_flash, cudnn, flash_attn_2, flash_attn_3, reference
 from augtree_fx.kernels.problem import Problem
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import AttentionCall
 
-KERNELS: dict[str, ModuleType] = {module.NAME: module for module in (cudnn, aten_flash, cpu_flash, reference)}
+# In order of preference. torch's FlashAttention is FlashAttention-2, built for the torch that runs it: flash-attn comes
+# after it, for the soft-cap, which torch's copy leaves out.
+_MODULES = (flash_attn_3, cudnn, aten_flash, flash_attn_2, cpu_flash, reference)
+KERNELS: dict[str, ModuleType] = {module.NAME: module for module in _MODULES}
 NAMES = ("auto", *KERNELS)
 
 

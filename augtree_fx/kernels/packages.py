@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -54,6 +54,12 @@ def _load(package: Package) -> ModuleType | str:
         return f"{package.named} cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+def constant(package: Package, name: str) -> Any:
+    """A constant of a package, or ``None`` where the package or the constant is absent."""
+    module = _load(package)
+    return None if isinstance(module, str) else getattr(module, name, None)
+
+
 def function(package: Package, name: str) -> Callable[..., Any]:
     """A function of a package for which `missing_or_changed` has no complaint."""
     module = _load(package)
@@ -89,6 +95,12 @@ def missing_or_changed(package: Package, name: str, passed: tuple[str, ...]) -> 
         if required and parameter not in passed:
             return f"{package.named}'s {name} requires a parameter {parameter!r}; {written}"
     return None
+
+
+def first_complaint(package: Package, calls: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The first complaint of `missing_or_changed` about functions and what is passed to them, or ``None``."""
+    reasons = (missing_or_changed(package, name, passed) for name, passed in calls.items())
+    return next(filter(None, reasons), None)
 
 
 def parameters(callee: Callable[..., Any]) -> dict[str, bool]:
