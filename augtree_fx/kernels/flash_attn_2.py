@@ -15,8 +15,9 @@ from augtree_fx.tables import AttentionCall
 
 NAME = "flash_attn_2"
 PACKAGE = Package("flash-attn", "flash_attn.flash_attn_interface", written_for="2.8")
-_COMMON = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_COMMON += ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_MASK = ("causal", "window_size_left", "window_size_right")
+_COMMON = ("q", "k", "v", *_LENGTHS, *_MASK, "dropout_p", "softmax_scale", "softcap", "alibi_slopes")
 # The functions that are called, with the parameters that are passed. The public one takes no LSE into its backward.
 CALLS = {
     "_flash_attn_varlen_forward": _COMMON,
