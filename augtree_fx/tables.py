@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
@@ -43,6 +44,9 @@ class Segment:
     @property
     def num_keys(self) -> int:
         return self.k_end - self.k_begin
+
+
+Run = tuple[bool, tuple[Segment, ...]]  # whether a call is causal, and its segments
 
 
 @dataclass(frozen=True)
@@ -97,19 +101,50 @@ class AttentionTables:
         return int(self.segments[-1, 0]) + 1 if len(self.segments) else 0
 
 
-def decode_calls(segments: Tensor, cu_seqlens: Tensor) -> list[AttentionCall]:
+@dataclass(frozen=True, eq=False)
+class Calls(Sequence[AttentionCall]):
+    """The calls of a tree.
+
+    Attributes:
+        items: the calls.
+        key: what they are as bytes, rows of ``call, causal, q_begin, q_end, k_begin, k_end`` in int64, by which what is
+            derived from them is cached: every layer of a model has the same.
+    """
+
+    items: tuple[AttentionCall, ...]
+    key: bytes
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionCall: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[AttentionCall, ...]: ...
+    def __getitem__(self, index: int | slice) -> AttentionCall | tuple[AttentionCall, ...]:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def decode_calls(segments: Tensor, cu_seqlens: Tensor) -> Calls:
     """The calls that a pair of table tensors (see `AttentionTables`) stands for."""
+    key = segments.numpy().tobytes()
+    calls, first = [], 0
+    for causal, members in decode_segments(key):
+        last = first + len(members) + 1
+        calls.append(AttentionCall(members, causal, cu_seqlens[0, first:last], cu_seqlens[1, first:last]))
+        first = last
+    return Calls(tuple(calls), key)
+
+
+@lru_cache(maxsize=64)
+def decode_segments(key: bytes) -> tuple[Run, ...]:
+    """Mask and segments of the calls that `Calls.key` stands for."""
     grouped: list[tuple[bool, list[Segment]]] = []
-    for call, causal, *bounds in segments.tolist():
+    for call, causal, *bounds in np.frombuffer(key, dtype=np.int64).reshape(-1, 6).tolist():
         if call == len(grouped):
             grouped.append((bool(causal), []))
         grouped[call][1].append(Segment(*bounds))
-    calls, first = [], 0
-    for causal, members in grouped:
-        last = first + len(members) + 1
-        calls.append(AttentionCall(tuple(members), causal, cu_seqlens[0, first:last], cu_seqlens[1, first:last]))
-        first = last
-    return calls
+    return tuple((causal, tuple(members)) for causal, members in grouped)
 
 
 def build_tables(layout: TreeLayout, window: int | None) -> AttentionTables:

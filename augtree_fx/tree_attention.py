@@ -1,7 +1,8 @@
 """Attention of a packed tree out of kernel calls, forward and backward: what the ops run.
 
-Forward merges the partials of each query once. Backward hands the GLOBAL out and LSE to every call, so that the
-calls' gradients simply add up; nothing differentiates through the merge (FlashAttention-2 ignores d-lse).
+Forward writes the first partial of each query into the result, where the others are merged into it, once. Backward
+hands the GLOBAL out and LSE to every call, so that the calls' gradients simply add up; nothing differentiates through
+the merge (FlashAttention-2 ignores d-lse).
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from augtree_fx import kernels, reference
+from augtree_fx import kernels, merge
+from augtree_fx.kernels import whole_tree
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
-from augtree_fx.tables import AttentionCall
-
-_LSE_COLUMNS = 8  # columns added when the LSE itself has a gradient; flash kernels want head sizes in eights
+from augtree_fx.streams import Lanes
+from augtree_fx.tables import Calls
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    calls: Sequence[AttentionCall],
+    calls: Calls,
     kv_index: Tensor | None,
     sinks: Tensor | None,
     spec: AttentionSpec,
@@ -41,35 +41,50 @@ def forward(
         ``out [T, H, E]``, ``lse [H, T]``.
     """
     k, v = _gather(kv_index, k, v)
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
-    partials = [
-        (call.q_range, *kernels.forward(q[call.q_range], k[call.k_range], v[call.k_range], call, spec, kernel))
-        for call in calls
-    ]
-    for queries, members in _merge_plan([part[0] for part in partials], q.shape[0]):
-        outs, lses = [], []
-        for number in members:
-            covered, part_out, part_lse = partials[number]
-            local = slice(queries.start - covered.start, queries.stop - covered.start)
-            outs.append(part_out[local])
-            lses.append(part_lse[:, local])
-        if len(outs) == 1 and sinks is None:
-            out[queries], lse[:, queries] = outs[0], lses[0]
-        else:
-            out[queries], lse[:, queries] = reference.partial_softmax(outs, lses, sinks)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype), device=q.device)
+    if kernels.why_not_whole_tree(q, v, calls, spec, kernel, whole_tree.FORWARD) is None:
+        whole_tree.forward(q, k, v, calls, spec, out=out, lse=lse)
+        if sinks is not None:
+            merge.partial_softmax([out], [lse], sinks, out=out, lse=lse)
+        return out, lse
+    plan = _merge_plan([call.q_range for call in calls], q.shape[0])
+    partials = []
+    for number, call in enumerate(calls):
+        rows = call.q_range
+        into = (out[rows], lse[:, rows]) if _is_first(number, plan) else (None, None)
+        partials.append(kernels.forward(q[rows], k[call.k_range], v[call.k_range], call, spec, kernel, *into))
+    for rows, members in plan:
+        outs = [_part(partials[number][0], calls[number].q_range, rows) for number in members]
+        lses = [_part(partials[number][1].T, calls[number].q_range, rows).T for number in members]
+        if not members:
+            out[rows], lse[:, rows] = 0, -torch.inf
+        elif len(members) > 1 or sinks is not None:
+            merge.partial_softmax(outs, lses, sinks, out=out[rows], lse=lse[:, rows])
+        elif outs[0].data_ptr() != out[rows].data_ptr():
+            out[rows], lse[:, rows] = outs[0], lses[0]
     return out, lse
 
 
-def _merge_plan(ranges: Sequence[slice], num_queries: int) -> list[tuple[slice, list[int]]]:
-    """Query ranges over which the same partials are merged: neighbours cut at every call's bounds."""
-    cuts = sorted({0, num_queries} | {bound for item in ranges for bound in (item.start, item.stop)})
-    plan = []
-    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
-        members = [number for number, item in enumerate(ranges) if item.start <= begin and end <= item.stop]
-        if members:
-            plan.append((slice(begin, end), members))
-    return plan
+def _is_first(number: int, plan: Sequence[tuple[slice, list[int]]]) -> bool:
+    """Whether part ``number`` is the first of all rows that it covers, and may be written where the result goes."""
+    return all(members[0] == number for _, members in plan if number in members)
+
+
+def _part(part: Tensor, covered: slice, rows: slice) -> Tensor:
+    return part[rows.start - covered.start : rows.stop - covered.start]
+
+
+def _merge_plan(ranges: Sequence[slice], num_rows: int) -> list[tuple[slice, list[int]]]:
+    """Row ranges with the parts that cover each: neighbours cut at every part's bounds, in order, without a gap."""
+    cuts = sorted({0, num_rows} | {bound for item in ranges for bound in (item.start, item.stop)})
+    return [
+        (
+            slice(begin, end),
+            [number for number, item in enumerate(ranges) if item.start <= begin and end <= item.stop],
+        )
+        for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
 
 
 def backward(
@@ -80,98 +95,90 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    calls: Sequence[AttentionCall],
+    calls: Calls,
     kv_index: Tensor | None,
     sinks: Tensor | None,
     spec: AttentionSpec,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `forward` by q, k, v and the sinks; dq, dk, dv are summed in float32 and rounded once."""
-    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    num_keys = k.shape[0]
-    dsinks = None if sinks is None else _sink_gradient(dout, dlse, out, lse, sinks)
+    dsinks = None if sinks is None else merge.sink_gradient(dout, dlse, out, lse, sinks)
+    if kernels.why_not_whole_tree(q, v, calls, spec, kernel, whole_tree.BACKWARD) is None:
+        return *whole_tree.backward(dout, q, k, v, out, lse, calls, spec, dlse=dlse), dsinks
     k_called, v_called = _gather(kv_index, k, v)
-    if dlse is not None:
-        dout, out, q, k_called, v_called = _with_lse_columns(dout, dlse, out, q, k_called, v_called)
-    dq, dk, dv = _Sum(q), _Sum(k_called), _Sum(v_called)
-    for call in calls:
-        queries, keys = call.q_range, call.k_range
-        dq_call, dk_call, dv_call = kernels.backward(
-            dout[queries],
-            q[queries],
-            k_called[keys],
-            v_called[keys],
-            out[queries],
-            lse[:, queries],
-            call,
-            spec,
-            kernel,
-        )
-        dq.add(queries, dq_call)
-        dk.add(keys, dk_call)
-        dv.add(keys, dv_call)
-    return (
-        dq.total(None, len(q))[..., :head_dim].contiguous(),
-        dk.total(kv_index, num_keys)[..., :head_dim].contiguous(),
-        dv.total(kv_index, num_keys)[..., :v_head_dim].contiguous(),
-        dsinks,
-    )
+    q_ranges, k_ranges = [call.q_range for call in calls], [call.k_range for call in calls]
+    dq, dk, dv = _Sum(q, q_ranges), _Sum(k_called, k_ranges), _Sum(v_called, k_ranges)
+    lanes = Lanes(q.device, len(calls) if kernels.all_write_into(q, v, calls, spec, kernel) else 1)
+    for number, call in enumerate(calls):
+        rows, keys = call.q_range, call.k_range
+        into = {"dq": dq.place(number), "dk": dk.place(number), "dv": dv.place(number)}
+        with lanes.next():
+            gradients = kernels.backward(
+                dout[rows],
+                None if dlse is None else dlse[:, rows],
+                q[rows],
+                k_called[keys],
+                v_called[keys],
+                out[rows],
+                lse[:, rows],
+                call,
+                spec,
+                kernel,
+                **into,
+            )
+        for total, gradient in zip((dq, dk, dv), gradients, strict=True):
+            total.put(number, gradient)
+    lanes.join()
+    return dq.total(None, len(q)), dk.total(kv_index, len(k)), dv.total(kv_index, len(v)), dsinks
 
 
 class _Sum:
-    """Sum of contributions to ranges of one gradient, added in the accumulation dtype and rounded once."""
+    """Sum of contributions to ranges of one gradient, added in the accumulation dtype and rounded once.
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._parts: list[tuple[slice, Tensor]] = []
+    The first contribution to a range goes where the sum will be; so does its kernel's output, where the kernel can.
+    """
 
-    def add(self, where: slice, contribution: Tensor) -> None:
-        self._parts.append((where, contribution))
+    def __init__(self, like: Tensor, ranges: Sequence[slice]) -> None:
+        self._result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self._ranges = ranges
+        self._plan = _merge_plan(ranges, len(like))
+        # Adding two half-precision tensors rounds once already; more than two need a wide sum.
+        self._narrow = all(len(members) <= 2 for _, members in self._plan)
+        self._parts: dict[int, Tensor] = {}
+
+    def place(self, number: int) -> Tensor:
+        """Where contribution ``number`` is to be written: in the result, or beside it."""
+        where = self._result[self._ranges[number]]
+        return where if self._narrow and _is_first(number, self._plan) else torch.empty_like(where)
+
+    def put(self, number: int, contribution: Tensor) -> None:
+        """Take contribution ``number``, wherever it was written."""
+        self._parts[number] = contribution
 
     def total(self, index: Tensor | None, size: int) -> Tensor:
         """The sum, for all rows of the gradient; with ``index``, summed onto ``size`` rows."""
-        wide = accumulation_dtype(self._like.dtype)
-        total = torch.zeros(
-            self._like.shape, dtype=self._like.dtype if index is None else wide, device=self._like.device
-        )
-        for where, members in _merge_plan([part[0] for part in self._parts], len(self._like)):
-            pieces = [self._piece(number, where) for number in members]
-            # Adding two half-precision tensors rounds once already; more than two need a wide sum.
-            narrow = len(pieces) <= 2 and all(piece.dtype == total.dtype for piece in pieces)
-            first = pieces[0] if narrow else pieces[0].to(wide)
-            for piece in pieces[1:]:
-                first = first + piece
-            total[where] = first
+        wide = accumulation_dtype(self._result.dtype)
+        result = self._result if index is None else self._result.to(wide)
+        for rows, members in self._plan:
+            pieces = [_part(self._parts[number], self._ranges[number], rows) for number in members]
+            there = result[rows]
+            if not pieces:
+                there.zero_()
+            elif len(pieces) == 1:
+                if pieces[0].data_ptr() != there.data_ptr():
+                    there.copy_(pieces[0])
+            elif self._narrow and all(piece.dtype == result.dtype for piece in pieces):
+                torch.add(pieces[0], pieces[1], out=there)
+            else:
+                first = pieces[0].to(wide)
+                for piece in pieces[1:]:
+                    first = first + piece
+                there.copy_(first)
         if index is None:
-            return total
-        spread = total.new_zeros(size, *total.shape[1:])
-        return spread.index_add_(0, index, total).to(self._like.dtype)
-
-    def _piece(self, number: int, where: slice) -> Tensor:
-        covered, part = self._parts[number]
-        return part[where.start - covered.start : where.stop - covered.start]
+            return result
+        spread = result.new_zeros(size, *result.shape[1:])
+        return spread.index_add_(0, index, result).to(self._result.dtype)
 
 
 def _gather(kv_index: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if kv_index is None else tuple(x.index_select(0, kv_index) for x in tensors)
-
-
-def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The sink is a key with value 0: its logit's gradient is ``p_sink * (dlse - rowsum(dout * out))``."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-    weight = torch.exp(sinks.to(lse.dtype)[:, None] - reference.finite(lse))
-    weight = weight.masked_fill(lse == -torch.inf, 0.0)  # a query that no call covers has no softmax for a sink to join
-    return (weight * (-delta if dlse is None else dlse - delta)).sum(1).to(sinks.dtype)
-
-
-def _with_lse_columns(dout: Tensor, dlse: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Let a stock backward honour the LSE's gradient, exactly.
-
-    A kernel computes ``dlogits = p * (dout v - rowsum(dout * out))``. One more value column that is 0, whose output
-    is said to be -1 and whose output gradient is ``dlse``, turns that into ``p * (dout v - delta + dlse)``.
-    """
-    column = dlse.T[..., None].to(dout.dtype)
-    dout = torch.cat([dout, column, column.new_zeros(*column.shape[:-1], _LSE_COLUMNS - 1)], dim=-1)
-    minus_one = torch.full_like(column, -1.0).to(out.dtype)
-    out = torch.cat([out, minus_one, minus_one.new_zeros(*column.shape[:-1], _LSE_COLUMNS - 1)], dim=-1)
-    return dout, out, q, k, pad(v, (0, _LSE_COLUMNS))

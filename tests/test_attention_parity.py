@@ -10,9 +10,10 @@ from attention_reference import Result, Site, assert_same, by_rows, by_tree, mak
 from row_reference import Batch, padded, prefix_numbers
 from torch import Tensor
 
-from augtree_fx import CostModel, TreeLayout, kernels, ops, reference
+from augtree_fx import CostModel, TreeLayout, kernels, merge, ops
 from augtree_fx import tables as tables_module
 from augtree_fx.kernels import reference as reference_kernel
+from augtree_fx.tables import Calls
 
 FREE = CostModel.free()
 # Float64 sums of at most a few hundred terms of order 1 differ by about 1e-14 when their order changes; the truth
@@ -133,48 +134,53 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 def local_softmax_in_backward(patch: pytest.MonkeyPatch) -> None:
-    def backward(dout, q, k, v, out, lse, call, spec, requested):
+    def backward(dout, dlse, q, k, v, out, lse, call, spec, requested, **into):
         own_out, own_lse = kernels.forward(q, k, v, call, spec, requested)
-        return original(dout, q, k, v, own_out, own_lse, call, spec, requested)
+        return original(dout, dlse, q, k, v, own_out, own_lse, call, spec, requested, **into)
 
     original = kernels.backward
     patch.setattr(kernels, "backward", backward)
 
 
 def local_lse_in_backward(patch: pytest.MonkeyPatch) -> None:
-    def backward(dout, q, k, v, out, lse, call, spec, requested):
-        return original(dout, q, k, v, out, kernels.forward(q, k, v, call, spec, requested)[1], call, spec, requested)
+    def backward(dout, dlse, q, k, v, out, lse, call, spec, requested, **into):
+        own_lse = kernels.forward(q, k, v, call, spec, requested)[1]
+        return original(dout, dlse, q, k, v, out, own_lse, call, spec, requested, **into)
 
     original = kernels.backward
     patch.setattr(kernels, "backward", backward)
 
 
 def stale_keys_in_backward(patch: pytest.MonkeyPatch) -> None:
-    def backward(dout, q, k, v, out, lse, call, spec, requested):
-        return original(dout, q, k if call.causal else k.roll(1, 0), v, out, lse, call, spec, requested)
+    def backward(dout, dlse, q, k, v, out, lse, call, spec, requested, **into):
+        stale = k if call.causal else k.roll(1, 0)
+        return original(dout, dlse, q, stale, v, out, lse, call, spec, requested, **into)
 
     original = kernels.backward
     patch.setattr(kernels, "backward", backward)
 
 
 def merge_in_base_two(patch: pytest.MonkeyPatch) -> None:
-    def partial_softmax(outs, lses, sinks):
-        out, lse = original(outs, [x / math.log(2) for x in lses], sinks)
-        return out, lse * math.log(2)
+    def partial_softmax(outs, lses, sinks, *, out, lse):
+        original(outs, [x / math.log(2) for x in lses], sinks, out=out, lse=lse)
+        lse *= math.log(2)
 
-    original = reference.partial_softmax
-    patch.setattr(reference, "partial_softmax", partial_softmax)
+    original = merge.partial_softmax
+    patch.setattr(merge, "partial_softmax", partial_softmax)
 
 
 def sink_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    original = reference.partial_softmax
-    patch.setattr(reference, "partial_softmax", lambda outs, lses, sinks: original(outs, lses, sinks + math.log(2)))
+    def partial_softmax(outs, lses, sinks, **into):
+        original(outs, lses, sinks + math.log(2), **into)
+
+    original = merge.partial_softmax
+    patch.setattr(merge, "partial_softmax", partial_softmax)
 
 
 def edit_calls(edit: Callable[[list], list]) -> Fault:
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = ops.decode_calls
-        patch.setattr(ops, "decode_calls", lambda *tables: edit(original(*tables)))
+        patch.setattr(ops, "decode_calls", lambda *tables: Calls(tuple(edit([*original(*tables)])), b""))
 
     return plant
 

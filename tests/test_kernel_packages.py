@@ -35,6 +35,7 @@ PROBLEM = Problem(
     dtype=torch.bfloat16,
     head_dim=64,
     v_head_dim=64,
+    grouped=True,
     causal=True,
     window=0,
     softcap=0.0,

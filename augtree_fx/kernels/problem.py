@@ -14,13 +14,14 @@ from augtree_fx.tables import AttentionCall
 
 @dataclass(frozen=True)
 class Problem:
-    """Device, dtype, head sizes and features of one call."""
+    """Device, dtype, head sizes, grouped queries or not, and features of one call."""
 
     device_type: str
     capability: tuple[int, int]
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
+    grouped: bool
     causal: bool
     window: int
     softcap: float
@@ -38,6 +39,7 @@ class Problem:
             dtype=q.dtype,
             head_dim=q.shape[-1],
             v_head_dim=v.shape[-1],
+            grouped=q.shape[1] != v.shape[1],
             causal=call.causal,
             window=spec.window,
             softcap=spec.softcap,
