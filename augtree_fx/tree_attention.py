@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from augtree_fx import kernels, reference
+from augtree_fx import kernels, merge
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
 from augtree_fx.tables import AttentionCall
 
@@ -57,7 +57,7 @@ def forward(
         if len(outs) == 1 and sinks is None:
             out[queries], lse[:, queries] = outs[0], lses[0]
         else:
-            out[queries], lse[:, queries] = reference.partial_softmax(outs, lses, sinks)
+            merge.partial_softmax(outs, lses, sinks, out=out[queries], lse=lse[:, queries])
     return out, lse
 
 
@@ -158,10 +158,7 @@ def _gather(kv_index: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The sink is a key with value 0: its logit's gradient is ``p_sink * (dlse - rowsum(dout * out))``."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-    weight = torch.exp(sinks.to(lse.dtype)[:, None] - reference.finite(lse))
-    weight = weight.masked_fill(lse == -torch.inf, 0.0)  # a query that no call covers has no softmax for a sink to join
-    return (weight * (-delta if dlse is None else dlse - delta)).sum(1).to(sinks.dtype)
+    return merge.sink_gradient(dout, dlse, out, lse, sinks)
 
 
 def _with_lse_columns(dout: Tensor, dlse: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
