@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from augtree_fx import reference, tree_attention
+from augtree_fx import merge, tree_attention
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
 from augtree_fx.tables import decode_calls
 
@@ -165,7 +165,7 @@ def _merge_fake(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) ->
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse = reference.partial_softmax(outs, lses, sinks)
+    out, lse = merge.partial_softmax(outs, lses, sinks)
     return out.contiguous(), lse.contiguous()
 
 
@@ -178,7 +178,7 @@ def _merge_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    douts, dlses, dsinks = reference.partial_softmax_backward(dout, dlse, outs, lses, sinks, out, lse)
+    douts, dlses, dsinks = merge.partial_softmax_backward(dout, dlse, outs, lses, sinks, out, lse)
     return (
         [x.contiguous() for x in douts],
         [x.contiguous() for x in dlses],
