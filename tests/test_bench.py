@@ -12,17 +12,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from augtree_fx import tree_attention
 from augtree_fx.__main__ import COMMANDS, main
-from augtree_fx.examples.bench import rivals, timing
+from augtree_fx.examples.bench import grpo, models, rivals, timing, varlen
 from augtree_fx.examples.bench.shapes import Shape, parse_shape
+from augtree_fx.kernels import reference
+from augtree_fx.reference import AttentionSpec
+from augtree_fx.tables import AttentionCall, Segment
 
 ROOT = Path(__file__).resolve().parents[1]
+STEP = ["bench", "step", "--device", "cpu", "--shape", "48x3x8", "--repeats", "1"]
 RATIO = re.compile(r"\d\.\d\dx")
 ATTENTION = [
     "bench",
@@ -162,7 +168,158 @@ def test_the_picture_is_made_from_the_json(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench"], ["bench", "attention"]])
+def test_step_runs_and_compares_every_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = ["--baseline-kernel", "sdpa", "--baseline-kernel", "cpu_flash"]
+    status, printed, figures = run([*STEP, *kernels], tmp_path / "s.json", capsys)
+    assert status == 0, printed
+    assert [case["checkpointing"] for case in figures["cases"]] == [True, False]
+    for case in figures["cases"]:
+        ours, *others = case["rows"]
+        assert [(row["key"], row["kernel"]) for row in others] == [
+            (key, kernel) for kernel in ("sdpa", "cpu_flash") for key in ("one-forward", "micro-batch")
+        ]
+        assert ours["work"] == {"tokens": 48 + 24, "pairs": Shape(48, 3, 8).tree_pairs, "scored": 24}
+        for row in others:
+            assert row["passed"] and row["work"]["tokens"] == 3 * 56, row
+            assert row["ratio"] == pytest.approx(row["time"]["median_ms"] / ours["time"]["median_ms"])
+            assert row["of_flop_ceiling"] == pytest.approx(row["ratio"] / case["flop_ceiling"])
+            assert f"{row['ratio']:.2f}x" in printed
+        assert case["speedup"]["over"] == others[0]["name"] == "no reuse, sdpa"
+    assert "Qwen3 tiny, 2 of 2 layers, gradient checkpointing off, 48x3x8 tokens" in printed
+
+
+def test_flops_are_those_of_the_matmuls() -> None:
+    model = models.build("tiny", 1, torch.device("cpu"), torch.float32)
+    dense = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # q; k and v; out; gate, up and down
+    work = models.Work(tokens=7, pairs=28, scored=3)
+    head, attention = 64 * 512 * 3, 28 * 4 * 16
+    assert work.model_flop(model) == 6 * dense * 7 + 6 * head + 14 * attention
+    assert work.executed_flop(model, False) == 6 * dense * 7 + 8 * head + 14 * attention
+    assert work.executed_flop(model, True) == 8 * dense * 7 + 8 * head + 18 * attention
+
+
+def test_log_probs_and_loss_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpo, "HEAD_TOKENS", 5)  # chunks that do not divide the rows
+    model = models.build("tiny", 2, torch.device("cpu"), torch.float64)
+    batch = grpo.draw_batch(Shape(6, 3, 4), 512, torch.device("cpu"))
+    ids = batch.input_ids
+    found = grpo.log_probs(model, batch)
+    expected = torch.log_softmax(model(ids).logits, -1)[:, 5:-1].gather(-1, ids[:, 6:, None])[..., 0]
+    torch.testing.assert_close(found, expected)
+    ratio, advantages = torch.exp(expected - batch.old_logps), batch.advantages[:, None].expand(-1, 4)
+    clipped = torch.where(advantages > 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8)) * advantages
+    whole = grpo.update(model, batch, rows=3)
+    torch.testing.assert_close(whole.double(), -clipped.mean())
+    grads = [p.grad.clone() for p in model.parameters()]
+    torch.testing.assert_close(grpo.update(model, batch, rows=1), whole)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-12)
+
+
+def test_no_ratio_is_shown_when_a_gradient_of_the_step_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = tree_attention.backward
+
+    def wrong(*arguments: Any) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dsinks = right(*arguments)
+        dk[:48] = 0  # what the responses' losses say about the prompt's keys is lost
+        return dq, dk, dv, dsinks
+
+    monkeypatch.setattr(tree_attention, "backward", wrong)
+    status, printed, figures = run([*STEP, "--checkpointing", "off"], tmp_path / "s.json", capsys)
+    ours, *others = figures["cases"][0]["rows"]
+    assert status == 1 and "FAILED: a difference above" in printed and not RATIO.search(printed.split("FLOPs")[1])
+    assert ours["passed"] is False and "speedup" not in figures["cases"][0]
+    for row in others:
+        assert row["reason"] == "parity failed" and "time" not in row and row["differences"]["gradients"] > 0.1
+
+
+def test_out_of_memory_is_a_row_and_the_ratio_is_over_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = models.varlen.attend
+
+    def small_rows_alone(q: Tensor, *arguments: Any) -> Tensor:
+        if len(q) > 56:
+            raise torch.OutOfMemoryError("Tried to allocate 1 TiB")
+        return right(q, *arguments)
+
+    monkeypatch.setattr(models.varlen, "attend", small_rows_alone)
+    arguments = [*STEP, "--checkpointing", "on", "--baseline-kernel", "cpu_flash", "--time-rows", "2", "--layers", "1"]
+    status, printed, figures = run(arguments, tmp_path / "s.json", capsys)
+    (case,) = figures["cases"]
+    ours, one_forward, micro = case["rows"]
+    assert status == 0 and ours["passed"] and micro["passed"] and one_forward["reason"] == "out of memory"
+    assert "no reuse, cpu_flash: out of memory" in printed and "1 of 2 layers" in printed
+    assert case["speedup"]["over"] == "no reuse, micro-batch 1, cpu_flash (2 of 3 rows timed)"
+    assert f"faster than {case['speedup']['over']}" in printed
+
+
+def test_out_of_memory_of_ours_is_no_failure_of_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 1 TiB")
+
+    monkeypatch.setattr(grpo, "update", full)
+    status, printed, figures = run([*STEP, "--checkpointing", "off"], tmp_path / "s.json", capsys)
+    assert status == 0 and "augtree, auto: out of memory" in printed
+    assert [row["reason"] for row in figures["cases"][0]["rows"]] == ["out of memory"]
+
+
+def fake_fa4() -> SimpleNamespace:
+    """FlashAttention-4's two functions, with its names, out of our reference; unknown names are a TypeError."""
+
+    def call_of(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool) -> AttentionCall:
+        bounds = [list(zip(cu.tolist()[:-1], cu.tolist()[1:], strict=True)) for cu in (cu_q, cu_k)]
+        call = AttentionCall(tuple(Segment(*q, *k) for q, k in zip(*bounds, strict=True)), causal, cu_q, cu_k)
+        assert (cu_q.dtype, cu_k.dtype, call.max_q, call.max_k) == (torch.int32, torch.int32, max_q, max_k)
+        return call
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, softmax_scale: float, causal: bool, return_lse: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+        assert return_lse
+        return *reference.forward(q, k, v, call, AttentionSpec(softmax_scale)), None, None, None
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+        return reference.backward(dout, q, k, v, out, lse, call, AttentionSpec(softmax_scale))
+
+    return SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+
+
+def test_flash_attention_4_is_called_by_its_names_in_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "load_fa4", fake_fa4)
+    monkeypatch.setattr(varlen, "best_kernel", lambda device, dtype: varlen.FA4)
+    status, printed, figures = run([*ATTENTION, "--skip", "flex"], tmp_path / "a.json", capsys)
+    rows = {row["name"]: row for row in figures["cases"][0]["rows"]}
+    assert status == 0 and rows["rows, fa4 (no reuse)"]["passed"] and rows["prompt once, KV copied, fa4"]["passed"]
+    status, printed, figures = run([*STEP, "--layers", "1"], tmp_path / "s.json", capsys)
+    assert status == 0, printed
+    for case in figures["cases"]:
+        assert [row["kernel"] for row in case["rows"]] == ["auto", "fa4", "fa4", "sdpa", "sdpa"]
+        assert case["speedup"]["over"] == "no reuse, fa4" and all(row["passed"] for row in case["rows"])
+
+
+def test_step_without_sharing_or_package_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    once = [*STEP, "--checkpointing", "off", "--skip", "micro-batch"]
+    status, printed, figures = run([*once, "--baseline-kernel", "fa4"], tmp_path / "s.json", capsys)
+    assert status == 0 and "pip install flash-attn-4" in figures["cases"][0]["rows"][1]["reason"]
+    assert "not checked: nothing ran without reuse" in printed
+    status, printed, figures = run([*once, "--shape", "1x2x8"], tmp_path / "s.json", capsys)
+    assert status == 1 and "RuntimeError: nothing was shared" in figures["cases"][1]["rows"][0]["reason"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["bench", "attention"], ["bench", "step"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--help"])
@@ -193,6 +350,8 @@ def test_a_command_is_imported_only_when_it_is_chosen() -> None:
         ([*ATTENTION, "--prompt", "8"], "make one shape: give all three"),
         ([*ATTENTION, "--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
         ([*ATTENTION, "--kernel", "fa9"], "invalid choice: 'fa9'"),
+        ([*STEP, "--time-rows", "1"], "--time-rows must be at least 2, got 1: one row shares nothing"),
+        ([*STEP, "--model", "70B"], "invalid choice: '70B'"),
     ],
 )
 def test_what_a_wrong_command_line_says(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +359,7 @@ def test_what_a_wrong_command_line_says(arguments: list[str], text: str, capsys:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what to do without CUDA")
-@pytest.mark.parametrize("bench", ["attention"])
+@pytest.mark.parametrize("bench", ["attention", "step"])
 def test_without_cuda_the_error_says_what_is_needed(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = usage_error(["bench", bench], capsys)
     assert "need a CUDA device" in text and "--device cpu runs the same comparison on small shapes" in text

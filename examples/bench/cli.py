@@ -17,6 +17,12 @@ ATTENTION_SHAPES = {
     "cuda": ["32768x16x1024", "65536x8x256", "4096x16x4096", "1024x64x1024"],
     "cpu": ["96x3x32"],
 }
+# Long prompt; shorter prompt; long responses; 1k prompts, 8k responses; short prompt, many responses.
+STEP_SHAPES = {
+    "cuda": ["32768x16x1024", "8192x8x1024", "4096x8x4096", "1024x16x8192", "1024x64x1024"],
+    "cpu": ["96x4x16"],
+}
+MODELS = {"cuda": ["0.6B", "1.7B", "4B", "8B"], "cpu": ["tiny"]}
 SKIPPABLE = ("rows", "copied", "prefix-grouper", "flex", "sdpa")
 _NOTE = "On the CPU it runs the same comparison on small shapes, to see that everything works; its times mean little."
 
@@ -30,6 +36,7 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx bench") -> 
     parser = argparse.ArgumentParser(prog=prog, description="Measure against what else there is, behind a parity gate.")
     commands = parser.add_subparsers(required=True, metavar="attention | step", dest="bench")
     add_attention(commands)
+    add_step(commands)
     given = parser.parse_args(arguments)
     return given.run(given, given.parser)
 
@@ -73,6 +80,42 @@ def add_attention(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_attention, parser=parser)
 
 
+def add_step(commands: argparse._SubParsersAction) -> None:
+    """Declare ``bench step``."""
+    parser = commands.add_parser(
+        "step", help="an update step of Qwen3: forward, log-probs, GRPO loss, backward",
+        description="An update step of Qwen3 with random weights (forward, log-probs, GRPO loss, backward, without the "
+        f"optimizer), transformed and without reuse. {_NOTE}",
+    )  # fmt: skip
+    _add_common(parser, repeats=3)
+    parser.add_argument(
+        "--model", choices=["tiny", *MODELS["cuda"]], action="append",
+        help="size of the model; may be given several times; default all, on the CPU tiny",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpointing", nargs="+", choices=["on", "off"], default=["on", "off"],
+        help="gradient checkpointing of layers; default: on off",
+    )  # fmt: skip
+    parser.add_argument("--layers", type=_number, help="fewer decoder layers than the model has; the table says so")
+    parser.add_argument(
+        "--kernel", choices=kernels.NAMES, default="auto", help="of the transformed model; default auto"
+    )
+    parser.add_argument(
+        "--baseline-kernel", choices=["fa4", "sdpa", *kernels.NAMES[1:]], action="append",
+        help="of the unmodified model; may be given several times, the first one counts for the share of the ceiling; "
+        "default: fa4 where flash-attn-4 is installed, and sdpa",
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-rows", type=_number, metavar="K",
+        help="micro-batch 1 and the parity gate run the first K rows alone, at least 2; all rows are equally long, and "
+        "the time is multiplied, as the table says",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", nargs="+", choices=["one-forward", "micro-batch"], default=[], help="what to leave out"
+    )
+    parser.set_defaults(run=_step, parser=parser)
+
+
 def _device(given: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:
     try:
         return timing.pick_device(given.device)
@@ -104,3 +147,24 @@ def _attention(given: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         kernels=given.kernel, skip=given.skip, json=given.json,
     )  # fmt: skip
     return attention.run(options)
+
+
+def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device = _device(given, parser)
+    if given.time_rows == 1:
+        parser.error(
+            "--time-rows must be at least 2, got 1: one row shares nothing, and the parity gate would be empty"
+        )
+    from augtree_fx.examples.bench import contenders, step, varlen
+
+    dtype = _dtype(given, device)
+    best = varlen.best_kernel(device, dtype)
+    options = contenders.Options(
+        models=given.model or MODELS[device.type],
+        checkpointing=[word == "on" for word in given.checkpointing],
+        shapes=given.shape or [parse_shape(text) for text in STEP_SHAPES[device.type]],
+        layers=given.layers, dtype=dtype, device=device, repeats=given.repeats, kernel=given.kernel,
+        baseline_kernels=given.baseline_kernel or (["fa4", "sdpa"] if best == varlen.FA4 else ["sdpa"]),
+        time_rows=given.time_rows, skip=given.skip, json=given.json,
+    )  # fmt: skip
+    return step.run(options)

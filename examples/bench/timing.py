@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 CEILING_SIZE = {"cuda": 8192, "cpu": 512}  # of the square matmul whose rate counts as the device's ceiling
+OUT_OF_MEMORY = "out of memory"
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4", "prefix-grouper")
 
 
@@ -28,6 +29,10 @@ class Time:
 
     median_ms: float
     spread_ms: float
+
+    def times(self, factor: float) -> Time:
+        """The time of ``factor`` as much of the same work."""
+        return Time(self.median_ms * factor, self.spread_ms * factor)
 
     def __str__(self) -> str:
         digits = 1 if self.median_ms >= 100 else 2
@@ -96,23 +101,28 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give cached memory back, so that the next contender starts with all of it and has a peak of its own."""
-    gc.collect()
+    """Give a GPU's cached memory back, so that the next contender starts with all of it."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new count for `peak_gib`."""
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Peak of allocated memory since `free_memory`, in GiB; ``None`` on the CPU, which keeps no such count."""
+    """Peak of allocated memory since `reset_peak`, in GiB; ``None`` on the CPU, which keeps no such count."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
 def reason_of(error: Exception) -> str:
     """Why something did not run, in one line; the whole traceback goes to stderr unless memory simply ran out."""
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
+        return OUT_OF_MEMORY
     if not isinstance(error, (ImportError, NotImplementedError)):
         traceback.print_exception(error, file=sys.stderr)
     first = (str(error).strip() or "no message").splitlines()[0][:200]

@@ -26,6 +26,8 @@ def load_fa4() -> Any:
     """
     try:
         return importlib.import_module("flash_attn.cute.interface")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"flash-attn-4 is not installed ({error}); pip install flash-attn-4") from error
     except (OSError, RuntimeError, AttributeError) as error:  # a build for another torch or CUDA
         raise ImportError(f"flash-attn-4 does not load: {error}") from error
 
