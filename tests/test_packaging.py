@@ -20,7 +20,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-NOT_SHIPPED = {"tests", "examples", "build", "dist"}
+# Of `examples/` only the packages in it are shipped, not the scripts beside them.
+NOT_SHIPPED = {"tests", "build", "dist"}
+SCRIPTS = ROOT / "examples"
 
 # A user's module that has our folder's name; printed: where each of the three came from.
 USER_MODULE = "OWNER = 'user'\n"
@@ -37,7 +39,7 @@ def shipped_folders() -> dict[str, Path]:
     for top in ROOT.iterdir():
         if not top.is_dir() or top.name.startswith(".") or top.name in NOT_SHIPPED or (top / "pyvenv.cfg").exists():
             continue
-        for folder in {file.parent for file in top.rglob("*.py")}:
+        for folder in {file.parent for file in top.rglob("*.py")} - {SCRIPTS}:
             parts = folder.relative_to(ROOT).parts
             packages[".".join(parts if parts[0] == "augtree_fx" else ("augtree_fx", *parts))] = folder
     return packages
@@ -96,7 +98,11 @@ def test_package_list_equals_the_folders() -> None:
     folders = shipped_folders()
     assert sorted(SETUPTOOLS["packages"]) == sorted(folders), "list every folder with Python files in pyproject.toml"
     assert [str(folder) for folder in folders.values() if not (folder / "__init__.py").exists()] == []
-    tops = {name: folder.name for name, folder in folders.items() if folder.parent == ROOT}
+    tops = {
+        name: folder.relative_to(ROOT).as_posix()
+        for name, folder in folders.items()
+        if folder.parent in (ROOT, SCRIPTS)
+    }
     assert SETUPTOOLS["package-dir"] == tops
 
 

@@ -1,0 +1,170 @@
+"""Command line of the benchmarks. Each benchmark's module is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from augtree_fx import kernels
+from augtree_fx.examples.bench import timing
+from augtree_fx.examples.bench.shapes import Heads, Shape, parse_shape
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Shapes by device type: long prompt; longer prompt, short responses; long responses; short prompt, many responses.
+ATTENTION_SHAPES = {
+    "cuda": ["32768x16x1024", "65536x8x256", "4096x16x4096", "1024x64x1024"],
+    "cpu": ["96x3x32"],
+}
+# Long prompt; shorter prompt; long responses; 1k prompts, 8k responses; short prompt, many responses.
+STEP_SHAPES = {
+    "cuda": ["32768x16x1024", "8192x8x1024", "4096x8x4096", "1024x16x8192", "1024x64x1024"],
+    "cpu": ["96x4x16"],
+}
+MODELS = {"cuda": ["0.6B", "1.7B", "4B", "8B"], "cpu": ["tiny"]}
+SKIPPABLE = ("rows", "copied", "prefix-grouper", "flex", "sdpa")
+_NOTE = "On the CPU it runs the same comparison on small shapes, to see that everything works; its times mean little."
+
+
+def main(arguments: Sequence[str], prog: str = "python -m augtree_fx bench") -> int:
+    """Run one benchmark.
+
+    Returns:
+        0; 1 when the parity gate failed. A usage error ends in ``SystemExit(2)``.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Measure against what else there is, behind a parity gate.")
+    commands = parser.add_subparsers(required=True, metavar="attention | step", dest="bench")
+    add_attention(commands)
+    add_step(commands)
+    given = parser.parse_args(arguments)
+    return given.run(given, given.parser)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _add_common(parser: argparse.ArgumentParser, repeats: int) -> None:
+    parser.add_argument("--device", choices=timing.CEILING_SIZE, help="default: cuda")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, on the CPU float32")
+    parser.add_argument(
+        "--repeats", type=_number, default=repeats, help="timed runs, after the warm-ups; default %(default)s"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to FILE, after every row")
+    parser.add_argument(
+        "--shape", metavar="PxNxR", type=parse_shape, action="append",
+        help="prompt x branches x response in tokens; may be given several times",
+    )  # fmt: skip
+
+
+def add_attention(commands: argparse._SubParsersAction) -> None:
+    """Declare ``bench attention``."""
+    parser = commands.add_parser(
+        "attention", help="attention of one group, forward and backward",
+        description=f"Attention of one group, forward and backward, against its rivals in one run. {_NOTE}",
+    )  # fmt: skip
+    _add_common(parser, repeats=10)
+    for name, what in (("prompt", "tokens of the prompt"), ("branches", "responses"), ("response", "tokens of each")):
+        parser.add_argument(f"--{name}", type=_number, help=f"{what}; with the other two, one more shape")
+    parser.add_argument("--heads", type=_number, help="query heads; default 32, on the CPU 4")
+    parser.add_argument("--kv-heads", type=_number, help="key heads; default 8, on the CPU 2")
+    parser.add_argument("--head-dim", type=_number, help="head size; default 128, on the CPU 16")
+    parser.add_argument(
+        "--kernel", choices=kernels.NAMES[1:], action="append", default=[],
+        help="also run our op with this kernel alone; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--skip", nargs="+", choices=SKIPPABLE, default=[], help="rivals to leave out")
+    parser.set_defaults(run=_attention, parser=parser)
+
+
+def add_step(commands: argparse._SubParsersAction) -> None:
+    """Declare ``bench step``."""
+    parser = commands.add_parser(
+        "step", help="an update step of Qwen3: forward, log-probs, GRPO loss, backward",
+        description="An update step of Qwen3 with random weights (forward, log-probs, GRPO loss, backward, without the "
+        f"optimizer), transformed and without reuse. {_NOTE}",
+    )  # fmt: skip
+    _add_common(parser, repeats=3)
+    parser.add_argument(
+        "--model", choices=["tiny", *MODELS["cuda"]], action="append",
+        help="size of the model; may be given several times; default all, on the CPU tiny",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpointing", nargs="+", choices=["on", "off"], default=["on", "off"],
+        help="gradient checkpointing of layers; default: on off",
+    )  # fmt: skip
+    parser.add_argument("--layers", type=_number, help="fewer decoder layers than the model has; the table says so")
+    parser.add_argument(
+        "--kernel", choices=kernels.NAMES, default="auto", help="of the transformed model; default auto"
+    )
+    parser.add_argument(
+        "--baseline-kernel", choices=["fa4", "sdpa", *kernels.NAMES[1:]], action="append",
+        help="of the unmodified model; may be given several times, the first one counts for the share of the ceiling; "
+        "default: fa4 where flash-attn-4 is installed, and sdpa",
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-rows", type=_number, metavar="K",
+        help="micro-batch 1 and the parity gate run the first K rows alone, at least 2; all rows are equally long, and "
+        "the time is multiplied, as the table says",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", nargs="+", choices=["one-forward", "micro-batch"], default=[], help="what to leave out"
+    )
+    parser.set_defaults(run=_step, parser=parser)
+
+
+def _device(given: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:
+    try:
+        return timing.pick_device(given.device)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _dtype(given: argparse.Namespace, device: torch.device) -> torch.dtype:
+    return getattr(torch, given.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+def _attention(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device = _device(given, parser)
+    heads, kv_heads, head_dim = (32, 8, 128) if device.type == "cuda" else (4, 2, 16)
+    sizes = Heads(given.heads or heads, given.kv_heads or kv_heads, given.head_dim or head_dim)
+    if sizes.heads % sizes.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads, got {sizes.heads} and {sizes.kv_heads}")
+    shapes = list(given.shape or [])
+    one = (given.prompt, given.branches, given.response)
+    if any(one):
+        if not all(one):
+            parser.error("--prompt, --branches and --response make one shape: give all three")
+        shapes.append(Shape(*one))
+    from augtree_fx.examples.bench import attention
+
+    options = attention.Options(
+        shapes=shapes or [parse_shape(text) for text in ATTENTION_SHAPES[device.type]],
+        heads=sizes, dtype=_dtype(given, device), device=device, repeats=given.repeats,
+        kernels=given.kernel, skip=given.skip, json=given.json,
+    )  # fmt: skip
+    return attention.run(options)
+
+
+def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device = _device(given, parser)
+    if given.time_rows == 1:
+        parser.error(
+            "--time-rows must be at least 2, got 1: one row shares nothing, and the parity gate would be empty"
+        )
+    from augtree_fx.examples.bench import contenders, step, varlen
+
+    dtype = _dtype(given, device)
+    best = varlen.best_kernel(device, dtype)
+    options = contenders.Options(
+        models=given.model or MODELS[device.type],
+        checkpointing=[word == "on" for word in given.checkpointing],
+        shapes=given.shape or [parse_shape(text) for text in STEP_SHAPES[device.type]],
+        layers=given.layers, dtype=dtype, device=device, repeats=given.repeats, kernel=given.kernel,
+        baseline_kernels=given.baseline_kernel or (["fa4", "sdpa"] if best == varlen.FA4 else ["sdpa"]),
+        time_rows=given.time_rows, skip=given.skip, json=given.json,
+    )  # fmt: skip
+    return step.run(options)

@@ -1,0 +1,176 @@
+"""What takes part in ``bench step``, and how one contender's step is checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import augtree_fx
+from augtree_fx.examples.bench import grpo, models, timing
+from augtree_fx.examples.bench.grpo import Batch, Outcome
+from augtree_fx.examples.bench.models import Work
+from augtree_fx.examples.bench.shapes import Shape
+
+# Largest difference between ours and no reuse that passes: loss in units of the mean |advantage|, gradient norm
+# relative, gradients of the sampled matrices relative in norm, the worst of them. Two bf16 runs of one model differ by
+# the rounding of some ten tensors a layer, half a unit in the last place (2^-9) each, which adds up like a random walk:
+# sqrt(10 x 28) 2^-9 = 3e-2 in a matrix's gradient, and the square root of the depth as measured (against float64, 4
+# layers: 1.5e-2 for either; 28 layers: 4e-2, either; norm 1e-3, loss 1e-4, which average over elements and tokens).
+# 36 layers give 5e-2, and a matrix whose gradient misses the prompt's part or a sibling's is off by 3e-1 or more.
+# float16 has three bits more; float32 and float64 are as much better as their last places, but for float32 norms.
+TOLERANCE = {
+    torch.bfloat16: {"loss": 2e-3, "grad_norm": 1e-2, "gradients": 1e-1},
+    torch.float16: {"loss": 1e-3, "grad_norm": 2e-3, "gradients": 2e-2},
+    torch.float32: {"loss": 1e-5, "grad_norm": 1e-5, "gradients": 1e-4},
+    torch.float64: {"loss": 1e-6, "grad_norm": 1e-6, "gradients": 1e-9},  # advantages and old log-probs are float32
+}
+OURS = "augtree"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; see ``--help``."""
+
+    models: list[str]
+    checkpointing: list[bool]
+    shapes: list[Shape]
+    layers: int | None
+    dtype: torch.dtype
+    device: torch.device
+    repeats: int
+    kernel: str
+    baseline_kernels: list[str]
+    time_rows: int | None
+    skip: list[str]
+    json: str | None
+
+    def timed_rows(self, shape: Shape) -> int:
+        """How many rows a micro-batched run goes through."""
+        return min(self.time_rows or shape.branches, shape.branches)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run the step.
+
+    Attributes:
+        key: ``"augtree"``, ``"one-forward"`` or ``"micro-batch"``.
+        kernel: of its attention.
+        timed_rows: how many rows a micro-batched run times, the rest being as long; all of them otherwise.
+        num_rows: rows of the batch.
+    """
+
+    key: str
+    kernel: str
+    timed_rows: int
+    num_rows: int
+
+    @property
+    def rows_at_a_time(self) -> int:
+        return 1 if self.key == "micro-batch" else self.num_rows
+
+    @property
+    def name(self) -> str:
+        if self.key == OURS:
+            return f"augtree, {self.kernel}"
+        if self.key == "one-forward":
+            return f"no reuse, {self.kernel}"
+        timed = f" ({self.timed_rows} of {self.num_rows} rows timed)" if self.timed_rows < self.num_rows else ""
+        return f"no reuse, micro-batch 1, {self.kernel}{timed}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch, and how they are run."""
+
+    model: Any
+    batch: Batch
+    shape: Shape
+    checkpointing: bool
+    options: Options
+
+    @property
+    def check_rows(self) -> int:
+        """Rows of the parity gate: as many as a micro-batched run goes through."""
+        return self.options.timed_rows(self.shape)
+
+    @property
+    def row_work(self) -> Work:
+        """What runs without reuse."""
+        return Work(self.shape.num_row_tokens, self.shape.row_pairs, self.batch.num_scored)
+
+
+def of(options: Options, shape: Shape) -> list[Contender]:
+    """The contenders of a shape: ours first, then no reuse with each kernel."""
+    rows = shape.branches
+    found = [Contender(OURS, options.kernel, rows, rows)]
+    for kernel in options.baseline_kernels:
+        found.append(Contender("one-forward", kernel, rows, rows))
+        found.append(Contender("micro-batch", kernel, options.timed_rows(shape), rows))
+    return [item for item in found if item.key not in options.skip]
+
+
+@contextmanager
+def prepared(model: Any, contender: Contender) -> Iterator[None]:
+    """The model as a contender runs it: transformed for the time being, or with a kernel for its rows."""
+    if contender.key != OURS:
+        models.use_rows_kernel(model, contender.kernel)
+        yield
+        return
+    models.use_rows_kernel(model, "sdpa")
+    augtree_fx.transform(model, kernel=contender.kernel)
+    try:
+        yield
+    finally:
+        augtree_fx.restore(model)
+
+
+def draw_batch(model: Any, shape: Shape, options: Options) -> Batch:
+    """The batch of a shape; its old log-probs come from a shared pass, which takes the least time."""
+    batch = grpo.draw_batch(shape, model.config.vocab_size, options.device)
+    with prepared(model, Contender(OURS, options.kernel, shape.branches, shape.branches)):
+        return grpo.with_old_logps(batch, model)
+
+
+def measure(case: Case, contender: Contender, ours: Outcome | None) -> tuple[dict[str, Any], Outcome]:
+    """Run a contender on the rows of the parity gate, compare it with ours, and time it if it passed.
+
+    Returns:
+        Figures for its row, and the outcome to compare with.
+
+    Raises:
+        RuntimeError: ours shared nothing.
+    """
+    rows = contender.rows_at_a_time
+    check = case.batch.first(case.check_rows)
+    outcome = Outcome.of(case.model, grpo.update(case.model, check, rows))
+    figures: dict[str, Any] = {"work": _work(case, contender)}
+    if ours is not None:
+        figures["differences"] = outcome.differences(ours, float(case.batch.advantages.abs().mean()))
+        bounds = TOLERANCE[case.options.dtype]
+        figures["passed"] = all(figures["differences"][name] <= bound for name, bound in bounds.items())
+        if not figures["passed"]:
+            return figures | {"reason": "parity failed"}, outcome
+    timed = case.batch.first(contender.timed_rows)
+    timing.reset_peak(case.options.device)
+    warmups = int(contender.timed_rows != case.check_rows)  # else the check was one
+    time = timing.measure(
+        lambda: grpo.update(case.model, timed, rows), case.options.repeats, case.options.device, warmups
+    )
+    figures["time"] = time.times(contender.num_rows / contender.timed_rows)
+    figures["peak_gib"] = timing.peak_gib(case.options.device)
+    return figures, outcome
+
+
+def _work(case: Case, contender: Contender) -> Work:
+    """What a contender computes; ours as the layout of its batch says, after a check that it did share."""
+    if contender.key != OURS:
+        return case.row_work
+    found = augtree_fx.explain(case.model, input_ids=case.batch.input_ids)
+    if found.layout is None or not found.layout.shares or not found.num_shared:
+        raise RuntimeError(f"nothing was shared; original forwards: {found.fallbacks or 'sharing does not pay here'}")
+    return Work(found.layout.num_tokens, found.layout.num_attention_pairs, case.batch.num_scored)
