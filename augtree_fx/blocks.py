@@ -72,7 +72,14 @@ def why_not_a_tree(runs: Sequence[Run], num_tokens: int) -> str | None:
     if ends[-1] != num_tokens or any(begin != end for (begin, _), end in zip(bounds, ends[:-1], strict=True)):
         return "its calls are not those of a whole tree"
     least = sum(s.num_queries * s.num_keys for _, segments in runs for s in segments) // BLOCK**2
-    return f"its {least} blocks are more than {MAX_BLOCKS}" if least > MAX_BLOCKS else None
+    if least > MAX_BLOCKS:
+        return f"its {least} blocks are more than {MAX_BLOCKS}"
+    replayed = [segment for causal, segments in runs if not causal for segment in segments]
+    begin = np.array([begin for begin, end in bounds if end > begin], dtype=np.int64)
+    # The mask takes a path to be whole; what calls leave out of it, or see besides, would differ from them.
+    if sum(s.num_queries * s.num_keys for s in replayed) != _pairs_of_paths(begin, replayed, num_tokens):
+        return "its calls are not those of whole paths"
+    return None
 
 
 @lru_cache(maxsize=16)
@@ -141,17 +148,33 @@ def _lists(row: np.ndarray, column: np.ndarray, full: np.ndarray, num_blocks: in
     return BlockLists(counts[0], entries[0], counts[1], entries[1])
 
 
+def _parents(begin: np.ndarray, replayed: Sequence[Segment]) -> np.ndarray:
+    """Number of each node's parent, -1 for a root; nodes are those that have tokens, in packed order."""
+    parent = np.full(len(begin), -1)
+    for segment in replayed:
+        if segment.num_queries and segment.num_keys:
+            below = slice(*np.searchsorted(begin, [segment.q_begin, segment.q_end]))
+            # Levels follow one another, so of two ancestors the nearer one has the larger number.
+            parent[below] = np.maximum(parent[below], np.searchsorted(begin, segment.k_begin))
+    return parent
+
+
+def _pairs_of_paths(begin: np.ndarray, replayed: Sequence[Segment], num_tokens: int) -> int:
+    """Pairs of a query and a key in another node of its path, whatever the calls say."""
+    length = np.diff(np.append(begin, num_tokens))
+    before = np.zeros(len(begin), dtype=np.int64)
+    for node, parent in enumerate(_parents(begin, replayed).tolist()):
+        if parent >= 0:
+            before[node] = before[parent] + length[parent]
+    return int(before @ length)
+
+
 def _walk(table: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Place of each token's node in a depth-first walk of the tree, and the end of its subtree there."""
     own = table[table[:, 0] == 1]
     begin = np.sort(own[own[:, 2] > own[:, 1], 1])
     num_nodes = len(begin)
-    parent = np.full(num_nodes, -1)
-    for _, q_begin, q_end, k_begin, k_end in table[table[:, 0] == 0].tolist():
-        if q_end > q_begin and k_end > k_begin:
-            below = slice(*np.searchsorted(begin, [q_begin, q_end]))
-            # Levels follow one another, so of two ancestors the nearer one has the larger number.
-            parent[below] = np.maximum(parent[below], np.searchsorted(begin, k_begin))
+    parent = _parents(begin, [Segment(*bounds) for _, *bounds in table[table[:, 0] == 0].tolist()])
     size = np.ones(num_nodes, dtype=np.int64)
     for node in range(num_nodes - 1, -1, -1):
         if parent[node] >= 0:

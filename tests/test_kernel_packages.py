@@ -1,4 +1,4 @@
-"""Adapters of FlashAttention-2 and -3: arithmetic through stand-ins on the CPU, and every reason to pass them over.
+"""Adapters of FlashAttention-2, -3 and -4: arithmetic through stand-ins on the CPU, and every reason to pass them over.
 
 Tolerance: inputs are float32, as is the LSE; sums of up to a hundred terms of order 1 agree to 1e-5 (eps 6e-8).
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import fake_flash_attention as fakes
+import fake_flash_attention_4 as fakes_4
 import pytest
 import torch
 from attention_reference import Site, assert_same, by_rows, by_tree, make_inputs
@@ -19,7 +20,7 @@ from row_reference import padded
 from torch import Tensor
 
 from augtree_fx import CostModel, TreeLayout, kernels
-from augtree_fx.kernels import flash_attn_2, flash_attn_3, packages, reference
+from augtree_fx.kernels import flash_attn_2, flash_attn_3, flash_attn_4, packages, reference
 from augtree_fx.kernels.problem import Problem
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import AttentionCall, Segment
@@ -28,6 +29,7 @@ BUILDS = {
     "flash_attn_2": (flash_attn_2, fakes.flash_attn_2),
     "flash_attn_3": (flash_attn_3, fakes.flash_attn_3),
     "flash_attn_3 beta": (flash_attn_3, fakes.flash_attn_3_beta),
+    "flash_attn_4": (flash_attn_4, fakes_4.interface),
 }
 PROBLEM = Problem(
     device_type="cuda",
@@ -62,7 +64,12 @@ Install = Callable[[str, ModuleType | None, str], None]
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
     """Puts a module in place under a distribution's version; ``None`` makes it absent."""
-    for name in ("flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn_config"):
+    for name in (
+        "flash_attn.flash_attn_interface",
+        "flash_attn.cute.interface",
+        "flash_attn_interface",
+        "flash_attn_config",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -204,7 +211,9 @@ def test_tree_through_an_adapter(build: str, site: Site, install: Install, monke
     assert_same(by_tree(site, batch, inputs, layout, adapter.NAME), truth, 1e-5)
 
 
-ADAPTERS = pytest.mark.parametrize("adapter", [flash_attn_2, flash_attn_3], ids=lambda module: module.NAME)
+ADAPTERS = pytest.mark.parametrize(
+    "adapter", [flash_attn_2, flash_attn_3, flash_attn_4], ids=lambda module: module.NAME
+)
 
 
 def refusal(adapter: ModuleType, problem: Problem = PROBLEM) -> str:
@@ -228,17 +237,50 @@ def test_absent_package_is_passed_over(adapter: ModuleType, install: Install) ->
 
 
 def test_preference(install: Install) -> None:
-    """FlashAttention-3 before torch's kernels; flash-attn for nothing but what torch's copy cannot do."""
-    softcapped = replace(PROBLEM, softcap=20.0)
+    """FlashAttention-4, -3, then torch's kernels; flash-attn for nothing but what torch's copy cannot do."""
+    softcapped, ampere = replace(PROBLEM, softcap=20.0), replace(PROBLEM, capability=(8, 0))
     install("flash-attn", fakes.flash_attn_2())
     assert kernels.choose(PROBLEM).name == "aten_flash"
     assert kernels.choose(softcapped).name == "flash_attn_2"
-    assert kernels.choose(softcapped).passed_over[0] == ("flash_attn_3", "flash-attn-3 is not installed")
+    assert kernels.choose(softcapped).passed_over[:2] == (
+        ("flash_attn_4", "flash-attn-4 is not installed"),
+        ("flash_attn_3", "flash-attn-3 is not installed"),
+    )
     assert kernels.choose(replace(softcapped, capability=(8, 0))).name == "flash_attn_2"
     install("flash-attn-3", fakes.flash_attn_3())
     assert kernels.choose(PROBLEM).name == kernels.choose(softcapped).name == "flash_attn_3"
-    assert kernels.choose(replace(PROBLEM, capability=(8, 0))).name == "aten_flash"
+    assert kernels.choose(PROBLEM).passed_over == (("flash_attn_4", "flash-attn-4 is not installed"),)
+    assert kernels.choose(ampere).name == "aten_flash"
     assert kernels.choose(PROBLEM, "flash_attn_2").name == "flash_attn_2"
+    install("flash-attn-4", fakes_4.interface())
+    assert kernels.choose(PROBLEM) == kernels.choose(softcapped) == kernels.Choice("flash_attn_4", ())
+    assert kernels.choose(replace(PROBLEM, capability=(10, 0))).name == "flash_attn_4"
+    assert kernels.choose(ampere).name == "aten_flash"
+    assert dict(kernels.choose(ampere).passed_over)["flash_attn_4"] == (
+        "it is used on compute capability 9 and 10, this device has 8.0"
+    )
+    assert kernels.choose(PROBLEM, "flash_attn_3").name == "flash_attn_3"
+
+
+def test_changed_flash_attn_4_gives_way_to_flash_attn_3(install: Install) -> None:
+    """What a later release drops or demands is named, and the next kernel is taken."""
+    install("flash-attn-3", fakes.flash_attn_3())
+    module = fakes_4.interface()
+    backward = module._flash_attn_bwd
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, plan, **rest): ...
+
+    module._flash_attn_bwd = _flash_attn_bwd
+    install("flash-attn-4", module, "4.1.0")
+    choice = kernels.choose(PROBLEM)
+    assert choice.name == "flash_attn_3"
+    assert choice.passed_over[0][1] == (
+        "flash-attn-4 4.1.0's _flash_attn_bwd has no parameter 'cu_seqlens_q'; this adapter was written for 4.0.0b36"
+    )
+    module._flash_attn_bwd = backward
+    del module._flash_attn_fwd
+    packages.forget()
+    assert refusal(flash_attn_4) == ("flash-attn-4 4.1.0 has no _flash_attn_fwd; this adapter was written for 4.0.0b36")
 
 
 @pytest.mark.parametrize(("old", "new"), [("softcap", "cap"), ("softmax_scale", "scale"), ("dq", "dq_out")])
@@ -292,10 +334,8 @@ def test_new_required_parameter(install: Install) -> None:
 @ADAPTERS
 def test_function_that_is_gone(adapter: ModuleType, install: Install) -> None:
     install(adapter.PACKAGE.distribution, ModuleType(adapter.PACKAGE.module), "9.9.1")
-    assert re.fullmatch(
-        rf"{adapter.PACKAGE.distribution} 9\.9\.1 has no _flash_attn_\w*forward; this adapter was written for [\d.]+",
-        refusal(adapter),
-    )
+    start = rf"{adapter.PACKAGE.distribution} 9\.9\.1 has no _flash_attn_\w*(forward|fwd)"
+    assert re.fullmatch(rf"{start}; this adapter was written for [\d.b]+", refusal(adapter))
 
 
 @pytest.mark.parametrize(
@@ -354,10 +394,46 @@ def test_limits_of_devices_and_builds(install: Install) -> None:
     assert refusal(flash_attn_3, large) == "it takes head sizes up to 192, got 200"
 
 
+def test_limits_of_flash_attn_4(install: Install) -> None:
+    install("flash-attn-4", fakes_4.interface())
+    blackwell, wide = replace(PROBLEM, capability=(10, 0)), replace(PROBLEM, head_dim=192, v_head_dim=128)
+    old = replace(PROBLEM, capability=(7, 5))
+    assert refusal(flash_attn_4, old) == "it is used on compute capability 9 and 10, this device has 7.5"
+    for size, tile in ((136, 192), (192, 192), (200, 256), (256, 256)):
+        problem = replace(blackwell, head_dim=size, v_head_dim=size)
+        assert refusal(flash_attn_4, problem) == f"it takes head size {tile} on compute capability 9 alone"
+        assert kernels.choose(replace(problem, capability=(9, 0))).name == "flash_attn_4"
+    assert (
+        refusal(flash_attn_4, replace(wide, capability=(10, 0)))
+        == "it takes head size 192 on compute capability 9 alone"
+    )
+    assert kernels.choose(replace(wide, capability=(10, 0), grouped=False)).name == "flash_attn_4"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grouped", "given"),
+    [
+        ((8, 8), True, (64, 64)),
+        ((64, 64), True, (64, 64)),
+        ((65, 64), True, (96, 96)),
+        ((64, 80), False, (96, 96)),
+        ((128, 128), False, (128, 128)),
+        ((192, 128), False, (192, 128)),
+        ((192, 128), True, (192, 192)),
+        ((128, 192), False, (192, 192)),
+        ((256, 8), True, (256, 256)),
+    ],
+)
+def test_head_sizes_that_flash_attn_4_gets(sizes: tuple[int, int], grouped: bool, given: tuple[int, int]) -> None:
+    """Only sizes that have a tile of their own."""
+    problem = replace(PROBLEM, head_dim=sizes[0], v_head_dim=sizes[1], grouped=grouped)
+    assert flash_attn_4.head_dims(problem) == given
+
+
 def test_packages_are_not_imported_before_they_are_asked() -> None:
     code = (
         "import sys, torch, augtree_fx; from augtree_fx.kernels.problem import Problem; "
         f"augtree_fx.kernels.choose({replace(PROBLEM, device_type='cpu')!r}); "
-        "assert not {'flash_attn', 'flash_attn_interface', 'flash_attn_config'} & set(sys.modules)"
+        "assert not {'flash_attn', 'flash_attn_interface', 'flash_attn_config', 'cutlass'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

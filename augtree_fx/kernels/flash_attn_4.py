@@ -28,7 +28,7 @@ _VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _SPEC = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
 CALLED = {
     _FORWARD: ("q", "k", "v", *_VARLEN, *_SPEC, "pack_gqa", "return_lse", "out", "lse"),
-    _BACKWARD: ("q", "k", "v", "out", "dout", "lse", *_VARLEN, *_SPEC, "dq", "dk", "dv", "dlse"),
+    _BACKWARD: ("q", "k", "v", "out", "dout", "lse", *_VARLEN, *_SPEC, "deterministic", "dq", "dk", "dv", "dlse"),
 }
 
 
@@ -42,8 +42,8 @@ def why_not(problem: Problem, *, explicit: bool) -> str | None:
         return f"it takes float16 and bfloat16, got {problem.dtype}"
     if problem.padded_head_dim > _SIZES[-1]:
         return f"it takes head sizes up to {_SIZES[-1]}, got {problem.padded_head_dim}"
-    if problem.capability[0] == 10 and head_dims(problem) == (192, 192):
-        return "it takes head size 192 on compute capability 9 alone"
+    if problem.capability[0] == 10 and head_dims(problem) in ((192, 192), (256, 256)):  # 256: no soft-cap, no d-lse
+        return f"it takes head size {head_dims(problem)[0]} on compute capability 9 alone"
     return packages.first_complaint(PACKAGE, CALLED)
 
 
@@ -138,7 +138,10 @@ def backward(
     v_p, out_p, dout_p = unit_stride(pad_heads((v, out, dout), v_size))
     tensors = _batched(call, q_p, k_p, v_p, out_p, dout_p, lse)
     given = dict(zip(("dq", "dk", "dv", "dlse"), _batched(call, dq, dk, dv, dlse), strict=True))
-    gradients = packages.function(PACKAGE, _BACKWARD)(*tensors, **_arguments(call, spec), **given)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = packages.function(PACKAGE, _BACKWARD)(
+        *tensors, **_arguments(call, spec), **given, deterministic=deterministic
+    )
     if len(call.segments) == 1:
         gradients = tuple(x[0] for x in gradients)
     return tuple(x[..., : like.shape[-1]] for x, like in zip(gradients, (q, k, v), strict=True))  # type: ignore[return-value]

@@ -78,6 +78,8 @@ def why_not(problem: Problem, calls: Calls, num_tokens: int, speed: Speed, width
         return "it has no windows"
     if problem.head_dim != problem.v_head_dim or problem.head_dim not in _HEAD_DIMS:
         return f"it takes head sizes {', '.join(map(str, _HEAD_DIMS))}, got {problem.head_dim} and {problem.v_head_dim}"
+    if speed is BACKWARD and torch.are_deterministic_algorithms_enabled():
+        return "its backward adds up the queries' gradients in no fixed order"
     complaint = packages.first_complaint(flash_attn_4.PACKAGE, _CALLED)
     complaint = complaint or packages.missing_or_changed(_SPARSITY, "BlockSparseTensorsTorch", _LISTS)
     if complaint is None:
@@ -95,7 +97,11 @@ def _slower(key: bytes, num_tokens: int, speed: Speed, width: int) -> str | None
     runs = decode_segments(key)
     apart = seconds_of_calls(runs, num_tokens, speed, width)
     together = seconds_of_tree(tree_blocks(key, num_tokens, torch.device("cpu")), speed, width)
-    return None if together < apart else f"{together * 1e3:.2g} ms in one launch, {apart * 1e3:.2g} ms in calls"
+    return None if together < apart else f"{_ms(together)} in one launch, {_ms(apart)} in calls"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def seconds_of_calls(runs: Sequence[Run], num_tokens: int, speed: Speed, width: int) -> float:
