@@ -116,7 +116,10 @@ class Case:
 
 def rivals(case: Case, kernels: list[str]) -> list[Rival]:
     """All rivals of a case, ours first; ``kernels`` are those of our op to run besides ``"auto"``."""
-    best = varlen.best_kernel(case.device, case.dtype)
+    sizes = (case.heads.heads, case.heads.kv_heads)
+    best = varlen.best_kernel(
+        *(torch.empty(2, size, case.heads.head_dim, dtype=case.dtype, device=case.device) for size in sizes)
+    )
     usual = "cpu_flash" if case.device.type == "cpu" else "aten_flash"
     ours = [Rival(f"tree, {name}", f"tree-{name}", partial(tree, case, name)) for name in ["auto", *kernels]]
     return [
