@@ -16,7 +16,7 @@ from torch import Tensor
 
 import augtree_fx
 from augtree_fx import CostModel, TreeLayout
-from augtree_fx.kernels import flash_attn_2, flash_attn_3
+from augtree_fx.kernels import flash_attn_2, flash_attn_3, flash_attn_4, whole_tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,13 +103,14 @@ def test_tree_attention_matches_rows(
         (256, 256, 4, 0, 0.0),
         (64, 64, 4, 50, 0.0),
         (48, 32, 4, 0, 0.0),
+        (80, 48, 2, 0, 0.0),
         (192, 128, 4, 0, 0.0),
         (64, 64, 2, 0, 20.0),
         (128, 128, 2, 50, 20.0),
         (256, 256, 2, 50, 20.0),
     ],
 )
-@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3], ids=lambda module: module.NAME)
+@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3, flash_attn_4], ids=lambda module: module.NAME)
 def test_installed_packages_match_rows(
     module: ModuleType, head_dim: int, v_head_dim: int, kv_heads: int, window: int, softcap: float
 ) -> None:
@@ -119,6 +120,81 @@ def test_installed_packages_match_rows(
     if module is flash_attn_3 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FlashAttention-3 is used on compute capability 9.0")
     assert_at_most_twice_as_far_off(module.NAME, head_dim, v_head_dim, kv_heads, window, softcap)
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "softcap"), [(64, 4, 0.0), (128, 2, 0.0), (96, 1, 20.0)])
+def test_whole_tree_matches_rows(head_dim: int, kv_heads: int, softcap: float) -> None:
+    require_flash_attention_4()
+    assert_at_most_twice_as_far_off(whole_tree.NAME, head_dim, head_dim, kv_heads, 0, softcap)
+
+
+def require_flash_attention_4() -> None:
+    pytest.importorskip(flash_attn_4.PACKAGE.module, reason="flash-attn-4 is not installed")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the whole-tree launch was tried on compute capability 9")
+
+
+def layers(inputs: tuple[Tensor, ...], layout: TreeLayout, kernel: str) -> tuple[Tensor, ...]:
+    """Two layers of attention with arithmetic between them, forward and backward."""
+    q, k, v, dout = inputs
+    tables, leaves = layout.tables(), (q, k, v)
+    args = (tables.segments, tables.cu_seqlens, tables.kv_index, None, q.shape[-1] ** -0.5, 0, 0.0, kernel)
+    for _ in range(2):
+        q = torch.nn.functional.silu(torch.ops.augtree.replay_attention(q, k, v, *args)[0]) + q
+    return (q.detach(), *torch.autograd.grad(q, leaves, dout))
+
+
+@pytest.fixture
+def small() -> tuple[tuple[Tensor, ...], TreeLayout]:
+    torch.manual_seed(0)
+    layout = make_layout()
+    heads = (4, 2, 2, 4)
+    q, k, v, dout = (
+        torch.randn(layout.num_tokens, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in heads
+    )
+    return (q, k, v, dout.detach()), layout
+
+
+@pytest.mark.parametrize("kernel", ["aten_flash", "flash_attn_4", whole_tree.NAME])
+def test_capture_in_a_cuda_graph(small: tuple[tuple[Tensor, ...], TreeLayout], kernel: str) -> None:
+    if kernel != "aten_flash":
+        require_flash_attention_4()
+    inputs, layout = small
+    eager = layers(inputs, layout, kernel)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layers(inputs, layout, kernel)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layers(inputs, layout, kernel)
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    # Atomic float32 sums of dq and of grouped dk, dv differ in order from run to run; bf16 rounds the rest alike.
+    assert max(errors(captured, tuple(x.double() for x in eager))) < 1e-3
+
+
+@pytest.mark.parametrize("kernel", ["aten_flash", "auto"])
+def test_compiled_with_reduce_overhead(small: tuple[tuple[Tensor, ...], TreeLayout], kernel: str) -> None:
+    inputs, layout = small
+    eager = layers(inputs, layout, kernel)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tables = layout.tables()
+        args = (tables.segments, tables.cu_seqlens, tables.kv_index, None, q.shape[-1] ** -0.5, 0, 0.0, kernel)
+        for _ in range(2):
+            q = torch.nn.functional.silu(torch.ops.augtree.replay_attention(q, k, v, *args)[0]) + q
+        return q
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):  # warm-up, recording, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*inputs[:3])
+        found = (out.detach(), *torch.autograd.grad(out, inputs[:3], inputs[3]))
+    # Fused arithmetic rounds once where eager rounds twice: half a unit in bf16, 2^-9 = 2e-3, in each of two layers.
+    assert max(errors(found, tuple(x.double() for x in eager))) < 1e-2
 
 
 def assert_at_most_twice_as_far_off(
