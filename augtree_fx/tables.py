@@ -1,6 +1,6 @@
 """Attention tables: the attention of a packed tree as a short list of variable-length calls without exotic masks.
 
-own        every node's tokens attend to themselves, causally             one call over all nodes, or two: long roots apart
+own        every node's tokens attend to themselves, causally             one call over all nodes
 replay     tokens of level m attend to one ancestor level l, unmasked     one call per pair (l, m)
 windowed   K and V of each node are preceded by the part of its path that the window reaches: one causal call
 
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 # backward, and an 8192 x 8192 causal call saves 3.0 of FlashAttention-2's 6.5 ms in each of some 36 layers.
 # H200, torch 2.11, 2026-11-29.
 DENSE_PAIRS = 8192 * 8192
-
-
-# Tokens from which level 0 gets a causal call of its own instead of sharing one with the nodes below: the calls then
-# fill each other's ends. P=4k, 16 x 4k: 30.5 ms backward instead of 31.2; P=1k, 64 x 1k: 10.2 instead of 10.0.
-# H200, torch 2.11, FlashAttention-4, 2026-11-29.
-LEVEL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -163,9 +157,7 @@ def build_tables(layout: TreeLayout, window: int | None) -> AttentionTables:
         return _to_tensors(_split_calls(segments, causal=True), layout.device, index)
     bounds = layout.offset.tolist()
     own = [Segment(first, last, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
-    num_roots = int(layout.level_begin[1]) if layout.num_levels else 0
-    apart = num_roots if bounds[num_roots] >= LEVEL_TOKENS else 0
-    calls = _split_calls(own[:apart], causal=True) + _split_calls(own[apart:], causal=True)
+    calls = _split_calls(own, causal=True)
     for lower in range(1, layout.num_levels):
         for upper in range(lower):
             calls += _split_calls(_ancestor_segments(layout, upper, lower), causal=False)
