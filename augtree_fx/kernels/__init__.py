@@ -144,7 +144,7 @@ def backward(
     """
     kernel = KERNELS[choose(Problem.of(q, v, call, spec), requested).name]
     if dlse is None or getattr(kernel, "TAKES_DLSE", False):
-        extra = into | {"dlse": dlse} if getattr(kernel, "WRITES_INTO", False) else {}
+        extra: dict[str, Tensor | None] = {**into, "dlse": dlse} if getattr(kernel, "WRITES_INTO", False) else {}
         return kernel.backward(dout, q, k, v, out, lse, call, spec, **extra)
     dout, out, v_wide = _with_lse_columns(dout, dlse, out, v)
     kernel = KERNELS[choose(Problem.of(q, v_wide, call, spec), requested).name]
