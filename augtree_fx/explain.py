@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from augtree_fx import kernels
 from augtree_fx.costs import attention_heads
+from augtree_fx.kernels import flash_attn_4, whole_tree
 from augtree_fx.kernels.problem import Problem
 from augtree_fx.layout import TreeLayout
 from augtree_fx.plan import Candidate, candidates
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.rows import training_rows
-from augtree_fx.tables import decode_calls
+from augtree_fx.tables import Calls, decode_calls
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.stack import estimated_costs
@@ -176,24 +177,44 @@ def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> 
     if torch.is_autocast_enabled(layout.device.type):
         dtype = torch.get_autocast_dtype(layout.device.type)
     heads, head_dim = attention_heads(stack.config)
-    example = torch.empty(1, heads, head_dim, dtype=dtype, device=layout.device)
-    rows = []
+    kv_heads = getattr(stack.config, "num_key_value_heads", None) or heads
+    one = torch.empty(1, heads, head_dim, dtype=dtype, device=layout.device)
+    q, v = one.expand(layout.num_tokens, -1, -1), one[:, :kv_heads].expand(layout.num_tokens, -1, -1)
+    rows: list[tuple[str, ...]] = []
     for window, softcap in sorted({(site.window, site.softcap) for site in state.sites}, key=str):
         tables = layout.tables(window)
         bites = window if tables.kv_index is not None else None
-        for call in decode_calls(tables.segments, tables.cu_seqlens):
-            problem = Problem.of(example, example, call, AttentionSpec(1.0, bites or 0, softcap))
-            choice = kernels.choose(problem, state.kernel)
-            passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over if "it runs on" not in reason)
-            rows.append(
-                (
-                    str(bites or "-"),
-                    str(problem.num_queries),
-                    str(problem.num_keys),
-                    str(problem.num_segments),
-                    "causal" if call.causal else "none",
-                    choice.name,
-                    passed,
-                )
-            )
+        calls, spec = decode_calls(tables.segments, tables.cu_seqlens), AttentionSpec(1.0, bites or 0, softcap)
+        rows += [(str(bites or "-"), *row) for row in _describe_launches(q, v, calls, spec, state.kernel)]
     return tuple(rows)
+
+
+def _describe_launches(
+    q: Tensor, v: Tensor, calls: Calls, spec: AttentionSpec, requested: str
+) -> list[tuple[str, ...]]:
+    """Queries, keys, segments, mask, kernel, passed over: of one launch for all, where that is chosen, and of calls."""
+    why_not = {
+        name: kernels.why_not_whole_tree(q, v, calls, spec, requested, speed)
+        for name, speed in (("forward", whole_tree.FORWARD), ("backward", whole_tree.BACKWARD))
+    }
+    together = [name for name, reason in why_not.items() if reason is None]
+    apart = [name for name, reason in why_not.items() if reason is not None]
+    rows: list[tuple[str, ...]] = []
+    if together:
+        count = sum(len(call.segments) for call in calls)
+        kernel = f"{whole_tree.NAME}{'' if len(together) == 2 else f', {together[0]}'}"
+        reason = "; ".join(f"{name} {why_not[name]}" for name in apart)
+        rows.append((str(len(q)), str(len(q)), str(count), "tree", kernel, reason))
+    for call in calls if apart else ():
+        problem = Problem.of(q, v, call, spec)
+        choice = kernels.choose(problem, requested)
+        passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over if _is_news(name, reason))
+        suffix = f", {apart[0]}" if together else ""
+        sizes = (problem.num_queries, problem.num_keys, problem.num_segments)
+        rows.append((*map(str, sizes), "causal" if call.causal else "none", choice.name + suffix, passed))
+    return rows
+
+
+def _is_news(name: str, reason: str) -> bool:
+    """Whether a reader learns from it: not that a CUDA kernel is not for the CPU, nor that one of several is absent."""
+    return "it runs on" not in reason and (name == flash_attn_4.NAME or "is not installed" not in reason)

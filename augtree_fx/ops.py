@@ -22,8 +22,19 @@ _SPEC = "float scale, int window, float softcap, str kernel"
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
-def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    torch.library.define(f"augtree::{name}", schema)
+# The tables say on the host which launches an attention op makes. A CUDA graph would keep those of the batch it was
+# recorded with: Inductor is told to leave the op between its graphs, as it runs host code.
+_READS_HOST_TABLES = (torch.Tag.cudagraph_unsafe,)
+
+
+def _define(
+    name: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    torch.library.define(f"augtree::{name}", schema, tags=tags)
     torch.library.impl(f"augtree::{name}", "CompositeExplicitAutograd")(implementation)
     torch.library.register_fake(f"augtree::{name}")(fake)
 
@@ -112,6 +123,7 @@ _define(
     f"(Tensor q, Tensor k, Tensor v, {_TABLES}, Tensor? sinks, {_SPEC}) -> (Tensor out, Tensor lse)",
     _replay,
     _replay_fake,
+    _READS_HOST_TABLES,
 )
 _define(
     "replay_attention_backward",
@@ -119,6 +131,7 @@ _define(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _replay_backward,
     _replay_backward_fake,
+    _READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::replay_attention", _replay_grad, setup_context=_save_replay)
 
@@ -154,6 +167,7 @@ _define(
     "-> (Tensor out, Tensor lse)",
     _prefill,
     _replay_fake,
+    _READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::prefill_attention", _prefill_grad, setup_context=_save_prefill)
 

@@ -20,16 +20,18 @@ def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
 
 
 class Lanes:
-    """Streams that take calls in turn, the current one among them. Every tensor is made on the current stream.
+    """Streams that take calls in turn, the current one among them.
 
     Work put into a lane sees everything queued before the lanes were made; what follows `join` sees the work of all.
+    What a lane reads or writes and others see has to be allocated before the lanes are made: the allocator hands out
+    memory in the order of one stream, and would give what the current stream's call is done with to a call beside it.
     """
 
     def __init__(self, device: torch.device, num_calls: int) -> None:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
         if device.type == "cuda" and num_calls > 1:
             self._current = torch.cuda.current_stream(device)
-            side = _side_streams(self._current.device)[: num_calls - 1]
+            side = _side_streams(self._current.device)[: min(num_calls, _MOST) - 1]
             for stream in side:
                 stream.wait_stream(self._current)
             self._streams = (self._current, *side)

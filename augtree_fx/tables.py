@@ -157,7 +157,7 @@ def build_tables(layout: TreeLayout, window: int | None) -> AttentionTables:
         return _to_tensors(_split_calls(segments, causal=True), layout.device, index)
     bounds = layout.offset.tolist()
     own = [Segment(first, last, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
-    calls = [(True, run) for _, run in _split_calls(own, causal=True)]
+    calls = _split_calls(own, causal=True)
     for lower in range(1, layout.num_levels):
         for upper in range(lower):
             calls += _split_calls(_ancestor_segments(layout, upper, lower), causal=False)

@@ -108,10 +108,11 @@ def backward(
     k_called, v_called = _gather(kv_index, k, v)
     q_ranges, k_ranges = [call.q_range for call in calls], [call.k_range for call in calls]
     dq, dk, dv = _Sum(q, q_ranges), _Sum(k_called, k_ranges), _Sum(v_called, k_ranges)
+    # All places before the first call: memory that one call gives back must not be where another lane writes.
+    places = [{"dq": dq.place(number), "dk": dk.place(number), "dv": dv.place(number)} for number in range(len(calls))]
     lanes = Lanes(q.device, len(calls) if kernels.all_write_into(q, v, calls, spec, kernel) else 1)
     for number, call in enumerate(calls):
         rows, keys = call.q_range, call.k_range
-        into = {"dq": dq.place(number), "dk": dk.place(number), "dv": dv.place(number)}
         with lanes.next():
             gradients = kernels.backward(
                 dout[rows],
@@ -124,7 +125,7 @@ def backward(
                 call,
                 spec,
                 kernel,
-                **into,
+                **places[number],
             )
         for total, gradient in zip((dq, dk, dv), gradients, strict=True):
             total.put(number, gradient)

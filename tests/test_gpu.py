@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 import augtree_fx
-from augtree_fx import CostModel, TreeLayout
-from augtree_fx.kernels import flash_attn_2, flash_attn_3
+from augtree_fx import CostModel, TreeLayout, streams
+from augtree_fx.kernels import flash_attn_2, flash_attn_3, flash_attn_4, whole_tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,13 +104,14 @@ def test_tree_attention_matches_rows(
         (256, 256, 4, 0, 0.0),
         (64, 64, 4, 50, 0.0),
         (48, 32, 4, 0, 0.0),
+        (80, 48, 2, 0, 0.0),
         (192, 128, 4, 0, 0.0),
         (64, 64, 2, 0, 20.0),
         (128, 128, 2, 50, 20.0),
         (256, 256, 2, 50, 20.0),
     ],
 )
-@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3], ids=lambda module: module.NAME)
+@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3, flash_attn_4], ids=lambda module: module.NAME)
 def test_installed_packages_match_rows(
     module: ModuleType, head_dim: int, v_head_dim: int, kv_heads: int, window: int, softcap: float
 ) -> None:
@@ -121,17 +123,109 @@ def test_installed_packages_match_rows(
     assert_at_most_twice_as_far_off(module.NAME, head_dim, v_head_dim, kv_heads, window, softcap)
 
 
+@pytest.mark.parametrize(("head_dim", "kv_heads", "softcap"), [(64, 4, 0.0), (128, 2, 0.0), (96, 1, 20.0)])
+def test_whole_tree_matches_rows(head_dim: int, kv_heads: int, softcap: float) -> None:
+    require_flash_attention_4()
+    assert_at_most_twice_as_far_off(whole_tree.NAME, head_dim, head_dim, kv_heads, 0, softcap)
+
+
+def require_flash_attention_4() -> None:
+    pytest.importorskip(flash_attn_4.PACKAGE.module, reason="flash-attn-4 is not installed")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the whole-tree launch was tried on compute capability 9")
+
+
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def two_layers(layout: TreeLayout, kernel: str, head_dim: int) -> Step:
+    """Two layers of attention with arithmetic between them."""
+    tables = layout.tables()
+    args = (tables.segments, tables.cu_seqlens, tables.kv_index, None, head_dim**-0.5, 0, 0.0, kernel)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(2):
+            q = torch.nn.functional.silu(torch.ops.augtree.replay_attention(q, k, v, *args)[0]) + q
+        return q
+
+    return step
+
+
+def differentiated(step: Step, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients; leaves are made on the current stream, which a captured backward asks for."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = step(*leaves)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def draw(layout: TreeLayout, head_dim: int = 64) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    sizes = (layout.num_tokens, head_dim)
+    return tuple(torch.randn(sizes[0], h, sizes[1], device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+
+
+# Atomic float32 sums of dq and of grouped dk, dv differ in order from run to run; bf16 then rounds a few the other way.
+SAME = 1e-3
+
+
+def worst(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    return max(errors(found, tuple(x.double() for x in expected)))
+
+
+@pytest.mark.parametrize("kernel", ["aten_flash", flash_attn_4.NAME, whole_tree.NAME])
+def test_capture_in_a_cuda_graph(kernel: str) -> None:
+    if kernel != "aten_flash":
+        require_flash_attention_4()
+    layout = make_layout()
+    inputs, step = draw(layout), two_layers(layout, kernel, 64)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        eager = differentiated(step, *inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = differentiated(step, *inputs)
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert worst(captured, eager) < SAME
+
+
+@pytest.mark.parametrize("kernel", ["aten_flash", "auto"])
+def test_compiled_with_reduce_overhead(kernel: str) -> None:
+    layout = make_layout()
+    inputs, step = draw(layout), two_layers(layout, kernel, 64)
+    eager = differentiated(step, *inputs)
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):  # warm-up, recording, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        found = differentiated(compiled, *inputs)
+    # Fused arithmetic rounds once where eager rounds twice: half a unit in bf16, 2^-9 = 2e-3, in each of two layers.
+    assert worst(found, eager) < 1e-2
+
+
+def test_calls_side_by_side_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large call beside a small one: with memory handed out in the wrong order, dv was off by 1."""
+    require_flash_attention_4()
+    prompt, responses = [1] * 8192, [[2] * 1024] * 8
+    layout = TreeLayout.from_groups([prompt], [responses], device="cuda")
+    inputs, step = draw(layout, 128), two_layers(layout, flash_attn_4.NAME, 128)
+    monkeypatch.setattr(streams, "_MOST", 1)
+    apart = differentiated(step, *inputs)
+    monkeypatch.undo()
+    for _ in range(5):
+        torch.cuda.empty_cache()
+        assert worst(differentiated(step, *inputs), apart) < SAME
+
+
 def assert_at_most_twice_as_far_off(
     kernel: str, head_dim: int, v_head_dim: int, kv_heads: int, window: int, softcap: float
 ) -> None:
     torch.manual_seed(0)
     layout = make_layout()
-    tokens = layout.num_tokens
-
-    def draw(heads: int, size: int) -> Tensor:
-        return torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16)
-
-    inputs = (draw(4, head_dim), draw(kv_heads, head_dim), draw(kv_heads, v_head_dim), draw(4, v_head_dim))
+    sizes = ((4, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (4, v_head_dim))
+    inputs = tuple(torch.randn(layout.num_tokens, *size, device="cuda", dtype=torch.bfloat16) for size in sizes)
     truth = dense(*(x.double() for x in inputs), layout, window, softcap)
     eager = errors(dense(*inputs, layout, window, softcap), truth)
     found = errors(ours(*inputs, layout, window, softcap, kernel), truth)

@@ -101,9 +101,9 @@ def add_step(commands: argparse._SubParsersAction) -> None:
         "--kernel", choices=kernels.NAMES, default="auto", help="of the transformed model; default auto"
     )
     parser.add_argument(
-        "--baseline-kernel", choices=["fa4", "sdpa", *kernels.NAMES[1:]], action="append",
+        "--baseline-kernel", choices=["sdpa", *kernels.KERNELS], action="append",
         help="of the unmodified model; may be given several times, the first one counts for the share of the ceiling; "
-        "default: fa4 where flash-attn-4 is installed, and sdpa",
+        "default: the fastest one that is installed for variable-length rows, and sdpa",
     )  # fmt: skip
     parser.add_argument(
         "--time-rows", type=_number, metavar="K",
@@ -158,13 +158,14 @@ def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from augtree_fx.examples.bench import contenders, step, varlen
 
     dtype = _dtype(given, device)
-    best = varlen.best_kernel(device, dtype)
+    example = torch.empty(2, 2, 128, dtype=dtype, device=device)
+    best = varlen.best_kernel(example, example[:, :1])
     options = contenders.Options(
         models=given.model or MODELS[device.type],
         checkpointing=[word == "on" for word in given.checkpointing],
         shapes=given.shape or [parse_shape(text) for text in STEP_SHAPES[device.type]],
         layers=given.layers, dtype=dtype, device=device, repeats=given.repeats, kernel=given.kernel,
-        baseline_kernels=given.baseline_kernel or (["fa4", "sdpa"] if best == varlen.FA4 else ["sdpa"]),
+        baseline_kernels=given.baseline_kernel or [best, "sdpa"],
         time_rows=given.time_rows, skip=given.skip, json=given.json,
     )  # fmt: skip
     return step.run(options)

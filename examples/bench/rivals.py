@@ -21,9 +21,9 @@ from augtree_fx import TreeLayout
 from augtree_fx.examples.bench import varlen
 from augtree_fx.examples.bench.shapes import Heads, Shape
 
-SDPA_ROW_TOKENS = (
-    1 << 20
-)  # a bound on padded rows: their q, k, v, out and gradients take 50 GB at 32:8 heads of 128, bf16
+# Elements of the queries from which torch's sdpa returned wrong gradients: dq was off by 9e-2 at 16 rows of 33k tokens,
+# 32 heads of 128 (H200, torch 2.11, 2026-11-29); offsets no longer fit 32 bits there.
+SDPA_ELEMENTS = 1 << 31
 
 
 class Inputs(NamedTuple):
@@ -98,10 +98,13 @@ class Case:
         return torch.from_numpy(self.layout.packed_index).to(self.device)
 
     def to_rows(self, inputs: Inputs) -> Inputs:
-        """Rows of packed inputs; a prompt token's output gradient stays in the first row, so that it counts once."""
+        """Rows of packed inputs; a prompt token's output gradient is divided among the rows, so that it counts once.
+
+        It is zero in none: matrix units draw less power on zeros, and run faster.
+        """
         index = self.row_index()
         q, k, v, dout = (x[index] for x in inputs)
-        dout.unflatten(0, (self.shape.branches, -1))[1:, : self.shape.prompt] = 0
+        dout.unflatten(0, (self.shape.branches, -1))[:, : self.shape.prompt] /= self.shape.branches
         return Inputs(q, k, v, dout)
 
     def from_rows(self, outcome: Outcome) -> Outcome:
@@ -116,7 +119,10 @@ class Case:
 
 def rivals(case: Case, kernels: list[str]) -> list[Rival]:
     """All rivals of a case, ours first; ``kernels`` are those of our op to run besides ``"auto"``."""
-    best = varlen.best_kernel(case.device, case.dtype)
+    sizes = (case.heads.heads, case.heads.kv_heads)
+    best = varlen.best_kernel(
+        *(torch.empty(2, size, case.heads.head_dim, dtype=case.dtype, device=case.device) for size in sizes)
+    )
     usual = "cpu_flash" if case.device.type == "cpu" else "aten_flash"
     ours = [Rival(f"tree, {name}", f"tree-{name}", partial(tree, case, name)) for name in ["auto", *kernels]]
     return [
@@ -182,7 +188,7 @@ def prefix_grouper(case: Case, kernel: str) -> Attend:
 
 def flex(case: Case) -> Attend:
     """The tree as a block mask of FlexAttention, compiled."""
-    from torch._functorch import config
+    from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     tokens, device = case.shape.num_tokens, case.device
@@ -195,11 +201,13 @@ def flex(case: Case) -> Attend:
     mask = create_block_mask(visible, None, None, tokens, tokens, device=device, _compile=device.type == "cuda")
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
+    # Timing backward alone runs it several times on what forward saved, which donated buffers do not survive. Backward
+    # is compiled when it first runs, so this has to stay.
+    functorch.donated_buffer = False
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))
-        # Timing backward alone runs it several times on what forward saved, which donated buffers do not survive.
-        with config.patch(donated_buffer=False):
-            return compiled(q, k, v, block_mask=mask, scale=case.scale, enable_gqa=True)[0].transpose(0, 1)
+        return compiled(q, k, v, block_mask=mask, scale=case.scale, enable_gqa=True)[0].transpose(0, 1)
 
     return run
 
@@ -208,8 +216,9 @@ def sdpa(case: Case) -> Attend:
     """What transformers runs without us: padded rows through its own sdpa function."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if case.shape.num_row_tokens > SDPA_ROW_TOKENS:
-        raise NotImplementedError(f"{case.shape.num_row_tokens} tokens of padded rows, the limit is {SDPA_ROW_TOKENS}")
+    elements = case.shape.num_row_tokens * case.heads.heads * case.heads.head_dim
+    if elements >= SDPA_ELEMENTS:
+        raise NotImplementedError(f"{elements} elements of queries; torch's sdpa has wrong gradients from 2^31")
     module: Any = SimpleNamespace(num_key_value_groups=case.heads.heads // case.heads.kv_heads, is_causal=True)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
