@@ -262,6 +262,25 @@ def test_results_are_written_in_place(launches: list[Launch]) -> None:
     assert not {"copy_", "clone", "_to_copy", "constant_pad_nd", "cat"} & set(watch.ops), watch.ops
 
 
+def test_gradients_have_their_places_before_the_first_call(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls run side by side: memory that one is done with must not become another's place while it still runs."""
+
+    def place(total: tree_attention._Sum, number: int) -> Tensor:
+        launched.append(len(launches))
+        return original(total, number)
+
+    launched: list[int] = []
+    original = tree_attention._Sum.place
+    monkeypatch.setattr(tree_attention._Sum, "place", place)
+    layout = layout_of(deep_batch(1))
+    (q, k, v), calls, spec = plain(layout), calls_of(layout), AttentionSpec(0.125)
+    out, lse = torch.randn_like(q), torch.randn(q.shape[1], len(q))
+    tree_attention.backward(out, None, q, k, v, out, lse, calls, None, None, spec, CALLS)
+    assert launched == [0] * 3 * len(calls) and len(launches) == len(calls)
+
+
 def test_a_call_of_a_large_segment_is_dense_and_in_place(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
