@@ -54,6 +54,8 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
     """
     if requested not in NAMES:
         raise ValueError(f"kernel must be one of {', '.join(NAMES)}, got {requested!r}")
+    if requested == whole_tree.NAME:
+        raise NotImplementedError(f"kernel {requested!r} runs whole trees, not a single call; use kernel='auto'")
     if requested != "auto":
         reason = KERNELS[requested].why_not(problem, explicit=True)
         if reason is not None:
