@@ -25,7 +25,7 @@ _extend_path_in_checkout()
 from augtree_fx import ops  # noqa: E402  (declares torch.ops.augtree)
 from augtree_fx.costs import CostModel  # noqa: E402
 from augtree_fx.explain import Explanation, explain  # noqa: E402
-from augtree_fx.face import RewriteError, restore, transform  # noqa: E402
+from augtree_fx.face import RewriteError, pack, restore, transform  # noqa: E402
 from augtree_fx.layout import TreeLayout  # noqa: E402
 
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ __all__ = [
     "TreeLayout",
     "explain",
     "ops",
+    "pack",
     "restore",
     "transform",
 ]

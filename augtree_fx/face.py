@@ -9,7 +9,10 @@ from torch import nn
 
 from augtree_fx import kernels
 from augtree_fx.costs import CostModel
+from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
+from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.stack import PackedCall, pack_layout
 
 logger = logging.getLogger("augtree_fx")
 
@@ -69,6 +72,27 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
         uninstall(stack)
     install(stack, sites, StackState(tuple(sites), kernel=kernel, strict=strict, costs=costs))
     return model
+
+
+def pack(model: nn.Module, layout: TreeLayout) -> PackedCall:
+    """A batch of an explicit layout as a transformed model takes it: detection and packing happen here, not in forward.
+
+    ``out = model(**packed.arguments)`` has ``[1, T, ...]`` logits or hidden states of the T packed tokens, and
+    ``packed.show(out)`` is what the model itself would return for the rows. With it a compiled model is one graph:
+    ``torch.compile(model, fullgraph=True)``.
+
+    Args:
+        model: a transformed model; also wrapped by PEFT, DDP or torch.compile.
+        layout: of the batch, on the model's device.
+
+    Raises:
+        ValueError: the model is not transformed, or the layout is on another device.
+        RuntimeError: attention settings changed since `transform`.
+    """
+    stack = find_stack(model)
+    if not is_installed(stack):
+        raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
+    return pack_layout(stack, getattr(stack, STATE), layout)
 
 
 def restore(model: Model) -> Model:

@@ -11,7 +11,7 @@ from augtree_fx.transforms.tracer import attention_leaf
 
 if TYPE_CHECKING:
     from augtree_fx.transforms.capture import AttentionSite
-    from augtree_fx.transforms.stack import ReplayContext
+    from augtree_fx.transforms.context import ReplayContext
 
 
 def matched(node: fx.Node) -> bool:
@@ -45,7 +45,7 @@ def tree_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     tables = context.tables[window]
     spec = (scale, (window or 0) if tables.kv_index is not None else 0, softcap, context.kernel)
-    if tables.kv_index is None and context.num_levels == 1:
+    if tables.kv_index is None and context.one_level:
         out, _ = torch.ops.augtree.prefill_attention(q, k, v, tables.segments, tables.cu_seqlens, s_aux, *spec)
     else:
         out, _ = torch.ops.augtree.replay_attention(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import training_rows
-from augtree_fx.tables import AttentionTables
 from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.context import ReplayContext
 from augtree_fx.transforms.skeleton import CONTEXT, decoder_layers
 
 logger = logging.getLogger("augtree_fx")
@@ -26,21 +26,6 @@ logger = logging.getLogger("augtree_fx")
 # Keywords that the packed call replaces, or that say nothing about tokens.
 _REPLACED = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHE_NAMES)
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-@dataclass(frozen=True)
-class ReplayContext:
-    """What attention modules need of a batch's tree; passed to them as an argument, never ambient.
-
-    Attributes:
-        tables: attention tables by window (``None`` for the whole path).
-        num_levels: depth of the tree.
-        kernel: requested kernel, ``"auto"`` by default.
-    """
-
-    tables: Mapping[int | None, AttentionTables]
-    num_levels: int
-    kernel: str
 
 
 @dataclass
@@ -67,6 +52,27 @@ class StackState:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
         return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks)}
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """A batch as the stack gets it, packed, and how its outputs go back.
+
+    Attributes:
+        arguments: keywords of the stack's original forward, among them the context of the tree.
+        index: ``[batch * sequence]`` packed token that each slot of the caller shows, -1 where it is padding.
+        shape: the caller's ``(batch, sequence)``.
+        num_tokens: packed tokens.
+    """
+
+    arguments: dict[str, Any]
+    index: Tensor
+    shape: tuple[int, int]
+    num_tokens: int
+
+    def show(self, outputs: Any) -> Any:
+        """Outputs in the caller's shape, see `show_rows`."""
+        return show_rows(outputs, self.index, self.shape, self.num_tokens)
 
 
 class Unshared(Exception):
@@ -105,13 +111,26 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         original: the forward that it had.
         given: the caller's arguments by name.
     """
+    if given.get(CONTEXT) is not None:  # an explicit layout: the caller packed the batch
+        return original(**given)
+    packed = pack(stack, state, given)
+    if packed is None:
+        return original(**given)
+    return packed.show(original(**packed.arguments))
+
+
+@torch.compiler.disable
+def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCall | None:
+    """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model."""
     try:
         layout = decide(stack, state, given)
     except Unshared as reason:
         _note(state, str(reason))
-        return original(**given)
+        return None
+    call = pack_layout(stack, state, layout)
     state.num_shared += 1
-    return run_shared(stack, state, original, given, layout)
+    kept = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
+    return replace(call, arguments=kept | call.arguments)
 
 
 def _note(state: StackState, reason: str) -> None:
@@ -279,33 +298,33 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
 def make_context(layout: TreeLayout, state: StackState) -> ReplayContext:
     """Context of a batch: tables for every window that some layer has."""
     windows = {site.window for site in state.sites}
-    return ReplayContext({window: layout.tables(window) for window in windows}, layout.num_levels, state.kernel)
+    return ReplayContext({window: layout.tables(window) for window in windows}, layout.num_levels == 1, state.kernel)
 
 
-def run_shared(
-    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], layout: TreeLayout
-) -> Any:
-    """Run the original forward on the packed tokens and show its outputs in the caller's shape."""
+def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
+    """The packed call of a layout.
+
+    Raises:
+        RuntimeError: an attention module is no longer what was captured.
+    """
     changed = changed_sites(stack, state)
     if changed:
         raise RuntimeError(
             f"attention settings changed since transform at {', '.join(changed[:3])}; call augtree_fx.transform again"
         )
     device = layout.device
-    source, positions, index = (
+    input_ids, position_ids, index = (
         torch.from_numpy(x).to(device, non_blocking=True)
-        for x in (layout.source, layout.position_ids, layout.packed_index)
+        for x in (layout.input_ids, layout.position_ids, layout.packed_index)
     )
-    kept = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
-    outputs = original(
-        input_ids=given["input_ids"].reshape(-1).index_select(0, source)[None],
-        attention_mask=_stand_in(device),
-        position_ids=positions[None],
-        use_cache=False,
-        **kept,
-        **{CONTEXT: make_context(layout, state)},
-    )
-    return show_rows(outputs, index, layout)
+    arguments = {
+        "input_ids": input_ids[None],
+        "attention_mask": _stand_in(device),
+        "position_ids": position_ids[None],
+        "use_cache": False,
+        CONTEXT: make_context(layout, state),
+    }
+    return PackedCall(arguments, index, layout.shape, layout.num_tokens)
 
 
 def _stand_in(device: torch.device) -> Tensor:
@@ -313,22 +332,21 @@ def _stand_in(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, 0, 0, dtype=torch.int32, device=device)
 
 
-def show_rows(outputs: Any, index: Tensor, layout: TreeLayout) -> Any:
+def show_rows(outputs: Any, index: Tensor, shape: tuple[int, int], tokens: int) -> Any:
     """Outputs of the packed row in the caller's shape; slots of padding are 0.
 
     ``[1, T, ...]`` becomes ``[batch, sequence, ...]`` (hidden states), ``[T, ...]`` becomes ``[batch * sequence, ...]``
     (router logits); tuples and model outputs are mapped over, everything else is left alone.
     """
-    tokens = layout.num_tokens
     if isinstance(outputs, Tensor):
         if outputs.ndim >= 2 and outputs.shape[:2] == (1, tokens):
-            return torch.ops.augtree.show_slots(outputs[0], index).view(*layout.shape, *outputs.shape[2:])
+            return torch.ops.augtree.show_slots(outputs[0], index).view(*shape, *outputs.shape[2:])
         if outputs.ndim >= 1 and outputs.shape[0] == tokens:
             return torch.ops.augtree.show_slots(outputs, index)
         return outputs
     if isinstance(outputs, tuple):
-        return tuple(show_rows(item, index, layout) for item in outputs)
+        return tuple(show_rows(item, index, shape, tokens) for item in outputs)
     if isinstance(outputs, dict):
         for name in list(outputs.keys()):
-            outputs[name] = show_rows(outputs[name], index, layout)
+            outputs[name] = show_rows(outputs[name], index, shape, tokens)
     return outputs

@@ -1,0 +1,67 @@
+"""What attention modules are told about a batch's tree: an argument of every layer, a pytree to torch.export."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from augtree_fx.tables import AttentionTables
+
+
+@dataclass(frozen=True)
+class ReplayContext:
+    """What attention modules need of a batch's tree; passed to them as an argument, never ambient.
+
+    Attributes:
+        tables: attention tables by window (``None`` for the whole path).
+        one_level: whether the tree has level 0 alone (rows are equal, or prefixes of one another).
+        kernel: requested kernel, ``"auto"`` by default.
+    """
+
+    tables: Mapping[int | None, AttentionTables]
+    one_level: bool
+    kernel: str
+
+    @property
+    def bucket(self) -> tuple[Hashable, ...]:
+        """What a compiled model is specialised on: batches of one bucket run one graph, however many tokens they have.
+
+        The windows whose keys have to be gathered, whether there is one level, and the kernel.
+        """
+        gathered = frozenset(window for window, tables in self.tables.items() if tables.kv_index is not None)
+        return gathered, self.one_level, self.kernel
+
+
+def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
+    return leaves, (tuple(context.tables), context.one_level, context.kernel)
+
+
+def _unflatten(leaves: Iterable[Any], constants: tuple[Any, ...]) -> ReplayContext:
+    windows, one_level, kernel = constants
+    flat = list(leaves)
+    tables = {window: AttentionTables(*flat[3 * place : 3 * place + 3]) for place, window in enumerate(windows)}
+    return ReplayContext(tables, one_level, kernel)
+
+
+def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:
+    leaves, constants = _flatten(context)
+    return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], constants
+
+
+pytree.register_pytree_node(
+    ReplayContext,
+    _flatten,
+    _unflatten,
+    serialized_type_name="augtree_fx.ReplayContext",
+    to_dumpable_context=list,
+    from_dumpable_context=lambda dumped: (tuple(dumped[0]), dumped[1], dumped[2]),
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+# An exported program keeps its example inputs, which torch.export.load reads as data.
+torch.serialization.add_safe_globals([ReplayContext, AttentionTables])
