@@ -130,6 +130,40 @@ def randomise(model: nn.Module, seed: int) -> None:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
+class Float64Norm(nn.Module):
+    """RMSNorm without the up-cast to float32, around the parameter of another one."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class Float64Rope(nn.Module):
+    """Rotary embedding in float64."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.frequencies = 1e4 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+def without_upcasts(name: str) -> PreTrainedModel:
+    """A llama (or a model of its modules) that computes in float64 throughout, without the patch of `KeepFloat64`."""
+    model = build(name, torch.float64, attention="sdpa").train()
+    model.model.rotary_emb = Float64Rope(16)
+    model.model.norm = Float64Norm(model.model.norm)
+    for layer in model.model.layers:
+        layer.input_layernorm = Float64Norm(layer.input_layernorm)
+        layer.post_attention_layernorm = Float64Norm(layer.post_attention_layernorm)
+    return model
+
+
 Row = list[Tensor]
 
 

@@ -21,6 +21,7 @@ from families import (
     reference,
     result_of,
     rollout,
+    without_upcasts,
 )
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -105,45 +106,11 @@ def test_sinks_matter() -> None:
     assert error(torch.cat(got), torch.cat(logits)) > 1e-2
 
 
-class Float64Norm(nn.Module):
-    """RMSNorm without the up-cast to float32, around the parameter of another one."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-class Float64Rope(nn.Module):
-    """Rotary embedding in float64."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.frequencies = 1e4 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
-
-
-def float64_llama() -> PreTrainedModel:
-    """A llama that computes in float64 throughout: no patch of torch is involved, unlike with `KeepFloat64`."""
-    model = build("llama", torch.float64, attention="sdpa").train()
-    model.model.rotary_emb = Float64Rope(16)
-    model.model.norm = Float64Norm(model.model.norm)
-    for layer in model.model.layers:
-        layer.input_layernorm = Float64Norm(layer.input_layernorm)
-        layer.post_attention_layernorm = Float64Norm(layer.post_attention_layernorm)
-    return model
-
-
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("depth", [2, 3])
 def test_model_without_upcasts_is_exact(depth: int, style: str) -> None:
     batch = padded(rollout(depth, seed=1), style)
-    model = float64_llama()
+    model = without_upcasts("llama")
     expected = reference(copy.deepcopy(model), batch)
     assert_equal(computed(shared(model), batch), expected, FLOAT64)
     assert_was_shared(model, batch, depth)
@@ -151,8 +118,8 @@ def test_model_without_upcasts_is_exact(depth: int, style: str) -> None:
 
 def test_explicit_reference_kernel_is_exact() -> None:
     batch = padded(rollout(3), "left")
-    model = augtree_fx.transform(float64_llama(), kernel="reference", costs=CostModel.free())
-    assert_equal(computed(model, batch), reference(float64_llama(), batch), FLOAT64)
+    model = augtree_fx.transform(without_upcasts("llama"), kernel="reference", costs=CostModel.free())
+    assert_equal(computed(model, batch), reference(without_upcasts("llama"), batch), FLOAT64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
@@ -170,9 +137,9 @@ def test_rows_that_contain_each_other_need_one_node(name: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_row_of_padding_is_left_alone(style: str) -> None:
     batch = padded(rollout(3), style)
-    expected = reference(float64_llama(), batch)
+    expected = reference(without_upcasts("llama"), batch)
     given = {name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in batch.inputs().items()}
-    model = shared(float64_llama())
+    model = shared(without_upcasts("llama"))
     logits = model(**given, use_cache=False).logits
     assert_equal(result_of(model, batch.rows_of(logits), batch), expected, FLOAT64)
     assert logits[-1].isfinite().all()
@@ -181,7 +148,7 @@ def test_a_row_of_padding_is_left_alone(style: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
 def test_masks_and_ids_of_any_dtype(dtype: torch.dtype) -> None:
     batch = padded(rollout(3), "right")
-    model = shared(float64_llama()).eval()
+    model = shared(without_upcasts("llama")).eval()
     given = {"attention_mask": batch.attention_mask.to(dtype), "input_ids": batch.input_ids.int()}
     assert torch.equal(model(**given, use_cache=False).logits, model(**batch.inputs(), use_cache=False).logits)
     assert state_of(model).num_shared == 2
