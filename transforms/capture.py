@@ -22,6 +22,7 @@ from augtree_fx.transforms.skeleton import (
     SkeletonCall,
     base_class,
     decoder_layers,
+    hides_forward,
     is_attention,
     record_calls,
 )
@@ -130,8 +131,8 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
         reasons.append("encoder-decoder models are not decoders of one stack")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         reasons.append("its attention is bidirectional")
-    if "forward" in vars(stack):
-        reasons.append("an instance has a forward of its own, which hides that of its class (a device hook?)")
+    if hides_forward(stack):
+        reasons.append("an instance has a forward of its own, which hides that of its class")
     if "position_ids" not in inspect.signature(forward).parameters:
         reasons.append("its forward takes no position_ids")
     if "cumsum" in forward.__code__.co_names:
@@ -151,8 +152,8 @@ def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
             if not found
             else f"it has {len(found)} attention modules: {', '.join(name for name, _ in found)}"
         )
-    if "forward" in vars(found[0][1]):
-        raise CaptureError(f"{found[0][0]} has a forward of its own, which hides that of its class (a device hook?)")
+    if hides_forward(found[0][1]):
+        raise CaptureError(f"{found[0][0]} has a forward of its own, which hides that of its class")
     return found[0]
 
 

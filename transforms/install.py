@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.rewrite import rewrite_attention
-from augtree_fx.transforms.skeleton import CONTEXT
+from augtree_fx.transforms.skeleton import CONTEXT, bound_forwards, hides_forward
 from augtree_fx.transforms.stack import StackState, run_stack
 
 _BASE = "_augtree_base"
@@ -39,9 +39,9 @@ def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> 
             generated[id(site.graph)] = RewrittenForward.of(site)
     for site in sites:  # from here on nothing can fail
         module = stack.get_submodule(site.name)
-        module.__class__ = swapped_class(type(module), attention_forward)  # type: ignore[arg-type]
+        _set_class(module, swapped_class(type(module), attention_forward))  # type: ignore[arg-type]
         setattr(module, _REWRITTEN, generated[id(site.graph)])
-    stack.__class__ = swapped_class(type(stack), stack_forward)  # type: ignore[arg-type]
+    _set_class(stack, swapped_class(type(stack), stack_forward))  # type: ignore[arg-type]
     setattr(stack, STATE, state)
 
 
@@ -49,7 +49,7 @@ def uninstall(stack: nn.Module) -> None:
     """Undo `install`: classes back, attributes gone.
 
     Raises:
-        NotImplementedError: a wrapper swapped a class again since; nothing was undone then.
+        NotImplementedError: a wrapper swapped a class or hid a forward since; nothing was undone then.
     """
     installed = [module for module in stack.modules() if is_installed(module)]
     for module in installed:
@@ -57,10 +57,22 @@ def uninstall(stack: nn.Module) -> None:
             raise NotImplementedError(
                 f"{type(module).__name__} was wrapped after transform (by {type(module).__module__}); undo that first"
             )
+        if hides_forward(module):
+            raise NotImplementedError(
+                f"{type(module).__name__} was given a forward of its own after transform; undo that first"
+            )
     for module in installed:
-        module.__class__ = type(module).__dict__[_BASE]
+        _set_class(module, type(module).__dict__[_BASE])
         for attribute in (STATE, _REWRITTEN):
             vars(module).pop(attribute, None)
+
+
+def _set_class(module: nn.Module, cls: type) -> None:
+    """Swap a module's class; a device hook of accelerate then calls the forward of the new one."""
+    held = bound_forwards(module)
+    module.__class__ = cls
+    for name in held:
+        vars(module)[name] = types.MethodType(cls.forward, module)  # type: ignore[attr-defined]
 
 
 class RewrittenForward:

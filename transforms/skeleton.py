@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from augtree_fx.transforms.tracer import CaptureError, with_globals
+from augtree_fx.transforms.tracer import CaptureError, is_norm, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
 # Suffix of a mask's kind when its builder is not given position ids: packed sequences in a row are then not separated.
@@ -30,6 +30,17 @@ def base_class(module: nn.Module) -> type[nn.Module]:
         return "_augtree_base" in cls.__dict__ or any(x.__module__.startswith("torch.distributed") for x in wrappers)
 
     return next(cls for cls in type(module).__mro__ if not wraps(cls))
+
+
+def bound_forwards(module: nn.Module) -> list[str]:
+    """Attributes of an instance that hold its class's forward, bound: accelerate's device hooks keep it in one."""
+    held = ((name, vars(module).get(name)) for name in ("_old_forward", "forward"))
+    return [name for name, value in held if getattr(value, "__func__", None) is type(module).forward]
+
+
+def hides_forward(module: nn.Module) -> bool:
+    """Whether an instance has a forward of its own which is not known to call that of its class."""
+    return "forward" in vars(module) and not bound_forwards(module)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -81,6 +92,8 @@ def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
                 module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
         layer.forward = _until_site(layer)  # type: ignore[assignment]
     for module in skeleton.modules():
+        if is_norm(module):
+            module.forward = _same_shape  # type: ignore[assignment]
         if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -94,6 +107,10 @@ def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
         if call.arguments.pop(CONTEXT, None) is not marker:
             call.mask_kind = "lost"
     return calls
+
+
+def _same_shape(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
 
 
 def _recorder(name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> Any:

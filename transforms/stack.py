@@ -251,7 +251,7 @@ def changed_sites(stack: nn.Module, state: StackState) -> list[str]:
     changed = []
     for site in state.sites:
         module = stack.get_submodule(site.name)
-        now = plain_scalars(module) + config_scalars(module.config)
+        now = plain_scalars(module) + config_scalars(getattr(module, "config", None))  # an adapter may stand there
         if now != site.scalars and dict(now) | _DROPOUT != dict(site.scalars) | _DROPOUT:
             changed.append(site.name)
     return changed

@@ -65,6 +65,7 @@ class AttentionTracer(fx.Tracer):
         super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.examples = examples
         self.leaf_kwargs: list[dict[str, Any]] = []
+        self.replaced_rotary: set[Callable[..., Any]] = set()
         self._evaluating = False
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
@@ -106,8 +107,11 @@ class AttentionTracer(fx.Tracer):
             if target is attention_leaf:
                 query, _, value = args
                 return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+            if target in self.replaced_rotary:
+                return torch.empty_like(args[0]), torch.empty_like(args[1])
             if kind == "call_module":
-                return self.root.get_submodule(target).forward(*args, **kwargs)
+                module = self.root.get_submodule(target)
+                return torch.empty_like(args[0]) if is_norm(module) else module.forward(*args, **kwargs)
             return getattr(args[0], target)(*args[1:], **kwargs) if kind == "call_method" else target(*args, **kwargs)
         finally:
             self._evaluating = False
@@ -123,6 +127,11 @@ class AttentionTracer(fx.Tracer):
 
 def _example_of(arg: Any) -> Any:
     return arg.node.meta["example"] if isinstance(arg, Proxy) else arg
+
+
+def is_norm(module: torch.nn.Module) -> bool:
+    """Whether a module keeps the shape of its input, whatever its kernel: one of Triton cannot run on meta tensors."""
+    return type(module).__name__.endswith("Norm")
 
 
 def opaque(tracer: AttentionTracer, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,6 +180,9 @@ def traceable(tracer: AttentionTracer, forward: Callable[..., Any]) -> types.Fun
         for name in function.__code__.co_names
         if inspect.isfunction(value := function.__globals__.get(name)) and value.__module__ != "builtins"
     }
+    rotary = function.__globals__.get("apply_rotary_pos_emb")
+    if inspect.isfunction(rotary) and rotary.__module__ != function.__module__:  # Liger's launches a kernel of Triton
+        tracer.replaced_rotary.add(rotary)
     overlay["eager_attention_forward"] = tracer.attention_interface
     overlay["ALL_ATTENTION_FUNCTIONS"] = InterfaceStub(tracer)
     return with_globals(function, overlay)
