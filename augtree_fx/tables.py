@@ -100,6 +100,15 @@ class AttentionTables:
     def num_calls(self) -> int:
         return int(self.segments[-1, 0]) + 1 if len(self.segments) else 0
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> AttentionTables:
+        """The same calls for queries and keys on another device; the segments stay on the host."""
+        cu_seqlens, kv_index = (
+            None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.cu_seqlens, self.kv_index)
+        )
+        if cu_seqlens is self.cu_seqlens and kv_index is self.kv_index:
+            return self
+        return AttentionTables(self.segments, cu_seqlens, kv_index)
+
 
 @dataclass(frozen=True, eq=False)
 class Calls(Sequence[AttentionCall]):

@@ -175,7 +175,7 @@ def test_attention_that_was_replaced_is_what_is_captured(stack: type[nn.Module],
 
 @pytest.mark.parametrize("where", ["attention", "stack"])
 def test_a_forward_patched_onto_an_instance_is_refused(where: str) -> None:
-    """accelerate's device hooks do this; an instance's forward hides that of any class, ours included."""
+    """It hides that of any class, ours included; the hooks of accelerate alone are known to call it."""
     model = build("llama")
     module = model.model if where == "stack" else model.model.layers[1].self_attn
     original = module.forward

@@ -33,6 +33,7 @@ from transformers.models.qwen3 import modeling_qwen3
 import augtree_fx
 from augtree_fx import CostModel
 from augtree_fx.face import RewriteError
+from augtree_fx.transforms.stack import make_context, show_rows
 
 FLOAT32 = 1e-5  # a float64 model with float32 up-casts, see test_models.py
 
@@ -542,6 +543,25 @@ def test_device_hooks(family: str, transform_first: bool, batch: Batch) -> None:
     shared(model)
     assert_equal(computed(model, batch), expected)
     assert num_shared(model) == 1
+
+
+def test_layers_on_several_devices_get_their_tables_there(batch: Batch) -> None:
+    """The meta device stands for another one; a layer's hook moves what the layer is called with."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = shared(build("mistral"))
+    layout = augtree_fx.explain(model, **batch.inputs()).layout
+    context = make_context(layout, model.model._augtree_state)
+    assert context.to("cpu") is context
+    for device in ("meta", torch.device("meta")):
+        hook = hooks.AlignDevicesHook(device)
+        _, kwargs = hook.pre_forward(nn.Identity(), torch.zeros(1), augtree_context=context)
+        for window, tables in kwargs["augtree_context"].tables.items():
+            assert tables.cu_seqlens.is_meta
+            assert tables.segments is context.tables[window].segments
+            assert (tables.kv_index is None) == (window is None) and (window is None or tables.kv_index.is_meta)
+    packed = torch.empty(1, layout.num_tokens, 4, device="meta")
+    rows = show_rows(packed, torch.from_numpy(layout.packed_index), layout.shape, layout.num_tokens)
+    assert rows.is_meta and rows.shape == (*batch.input_ids.shape, 4)
 
 
 def test_restore_below_device_hooks_leaves_no_trace(batch: Batch) -> None:

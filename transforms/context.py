@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ class ReplayContext:
         """
         gathered = frozenset(window for window, tables in self.tables.items() if tables.kv_index is not None)
         return gathered, self.one_level, self.kernel
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ReplayContext:
+        """For layers on another device: the hooks of accelerate move a layer's arguments by this method."""
+        moved = {window: tables.to(device, non_blocking) for window, tables in self.tables.items()}
+        if all(moved[window] is tables for window, tables in self.tables.items()):
+            return self
+        return replace(self, tables=moved)
 
 
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:

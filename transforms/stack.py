@@ -339,6 +339,7 @@ def show_rows(outputs: Any, index: Tensor, shape: tuple[int, int], tokens: int) 
     (router logits); tuples and model outputs are mapped over, everything else is left alone.
     """
     if isinstance(outputs, Tensor):
+        index = index.to(outputs.device)  # layers may lie on several
         if outputs.ndim >= 2 and outputs.shape[:2] == (1, tokens):
             return torch.ops.augtree.show_slots(outputs[0], index).view(*shape, *outputs.shape[2:])
         if outputs.ndim >= 1 and outputs.shape[0] == tokens:
