@@ -102,9 +102,8 @@ class AttentionTables:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> AttentionTables:
         """The same calls for queries and keys on another device; the segments stay on the host."""
-        cu_seqlens, kv_index = (
-            None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.cu_seqlens, self.kv_index)
-        )
+        cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
+        kv_index = None if self.kv_index is None else self.kv_index.to(device, non_blocking=non_blocking)
         if cu_seqlens is self.cu_seqlens and kv_index is self.kv_index:
             return self
         return AttentionTables(self.segments, cu_seqlens, kv_index)

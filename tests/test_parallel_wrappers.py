@@ -29,6 +29,8 @@ from augtree_fx import CostModel
 
 FLOAT32 = 1e-5  # a float64 model with float32 up-casts, see test_models.py; TP alone is in float32, measured 2e-6
 
+EVEN = 98  # transformers 5.17 shards a head over ranks in equal parts alone
+
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
@@ -165,7 +167,7 @@ def test_a_rank_that_shares_nothing_keeps_step_with_the_others(
 def tensor_parallel(family: str, folder: Path) -> Outcome:
     """The plan of a family: all projections in most, routed experts alone in some."""
     batch = batch_of(0, None)
-    expected = reference(build(family, seed=3), batch)
+    expected = reference(build(family, seed=3, vocab_size=EVEN), batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the keyword is going to be replaced by another
         model = AutoModelForCausalLM.from_pretrained(
@@ -179,7 +181,7 @@ def tensor_parallel(family: str, folder: Path) -> Outcome:
 def test_tensor_parallel_plan_of_transformers(ranks: Ranks, family: str, tmp_path: Path) -> None:
     if ranks.num_ranks != 2:
         pytest.skip("the models have 2 key-value heads")
-    build(family, seed=3).save_pretrained(tmp_path)
+    build(family, seed=3, vocab_size=EVEN).save_pretrained(tmp_path)
     assert_shared_and_equal(ranks.run(tensor_parallel, family, tmp_path))
 
 
