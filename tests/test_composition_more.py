@@ -213,7 +213,7 @@ def test_tied_embeddings(transform_first: bool, batch: Batch) -> None:
     assert model.state_dict()["lm_head.weight"].data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-class Doubled(nn.Module):
+class Scale(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 2, size, dtype=torch.float64))
@@ -224,7 +224,7 @@ class Doubled(nn.Module):
 
 def scaled(model: nn.Module) -> nn.Module:
     for layer in model.model.layers:
-        parametrize.register_parametrization(layer.self_attn.q_proj, "weight", Doubled(64))
+        parametrize.register_parametrization(layer.self_attn.q_proj, "weight", Scale(64))
     return model
 
 

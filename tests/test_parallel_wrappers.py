@@ -18,7 +18,7 @@ from families import Batch, Result, build, errors, objective, padded, reference,
 from ranks import Ranks
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -72,11 +72,8 @@ def step(model: nn.Module, batch: Batch, names: list[str]) -> Result:
     """Logits and gradients, gathered, under the names of the unwrapped model."""
     logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
     objective(logits, batch.tokens).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
-        gradients[name] = whole(parameter.grad)
-    return Result([whole(row).detach() for row in logits], {name: gradients[name] for name in names})
+    parameters = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    return Result([whole(row).detach() for row in logits], {name: whole(parameters[name].grad) for name in names})
 
 
 def batch_of(rank: int, lonely_rank: int | None) -> Batch:
@@ -86,9 +83,10 @@ def batch_of(rank: int, lonely_rank: int | None) -> Batch:
 
 
 @functools.cache
-def expected_on(rank: int, lonely_rank: int | None = None) -> Result:
+def expected_on(rank: int, lonely_rank: int | None = None, adapters: bool = False) -> Result:
     """Logits of a rank's batch, and the mean gradient over all ranks' batches."""
     model = build("llama", torch.float64)
+    model = with_lora(model) if adapters else model
     results = [reference(model, batch_of(each, lonely_rank)) for each in range(distributed.get_world_size())]
     means = {
         name: torch.stack([result.gradients[name] for result in results]).mean(0) for name in results[rank].gradients
@@ -96,15 +94,27 @@ def expected_on(rank: int, lonely_rank: int | None = None) -> Result:
     return Result(results[rank].logits, means)
 
 
+def root_mean_square_error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
+def fsdp2(model: nn.Module, **options: object) -> nn.Module:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def fsdp2_attention(model: nn.Module) -> nn.Module:
@@ -162,6 +172,42 @@ def test_a_rank_that_shares_nothing_keeps_step_with_the_others(
     num_shared = [1] * ranks.num_ranks
     num_shared[1] = 0
     assert_shared_and_equal(ranks.run(data_parallel, wrap, True, False, 1), num_shared)
+
+
+def adapted_and_sharded(transform_first: bool) -> Outcome:
+    rank = distributed.get_rank()
+    expected = expected_on(rank, None, True)
+    model = build("llama", torch.float64)
+    model = fsdp2(with_lora(shared(model))) if transform_first else shared(fsdp2(with_lora(model)))
+    return Outcome.of(model, step(model, batch_of(rank, None), list(expected.gradients)), expected)
+
+
+@pytest.mark.parametrize("transform_first", [True, False], ids=["transform first", "wrappers first"])
+def test_fsdp2_of_adapters(ranks: Ranks, transform_first: bool) -> None:
+    pytest.importorskip("peft")
+    assert_shared_and_equal(ranks.run(adapted_and_sharded, transform_first))
+
+
+def in_bfloat16(transform_first: bool) -> dict[str, tuple[float, float]]:
+    """Errors of the transformed and of the unmodified sharded model, both of which compute in bfloat16."""
+    rank = distributed.get_rank()
+    truth = expected_on(rank)
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    plain = fsdp2(build("llama").train(), **options)
+    model = build("llama").train()
+    model = fsdp2(shared(model), **options) if transform_first else shared(fsdp2(model, **options))
+    unmodified, got = (
+        errors(step(each, batch_of(rank, None), list(truth.gradients)), truth, root_mean_square_error)
+        for each in (plain, model)
+    )
+    assert augtree_fx.explain(model).num_shared == 1
+    return {name: (got[name], unmodified[name]) for name in got}
+
+
+@pytest.mark.parametrize("transform_first", [True, False], ids=["transform first", "wrapper first"])
+def test_fsdp2_in_bfloat16_errs_at_most_twice_as_much_as_unmodified(ranks: Ranks, transform_first: bool) -> None:
+    for found in ranks.run(in_bfloat16, transform_first):
+        assert {name: pair for name, pair in found.items() if not pair[0] <= 2 * pair[1]} == {}
 
 
 def tensor_parallel(family: str, folder: Path) -> Outcome:
