@@ -34,6 +34,8 @@ _MIXER = re.compile(
     r"Mamba|SSM|Recurrent|Rwkv|DeltaNet|ShortConv|LinearAttention|Lightning|RgLru|RGLRU|Retention|Conv1d"
 )
 
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's checkpoint_wrapper puts it into the names of modules
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -114,7 +116,8 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
         layer_name = f"{list_name}.{index}"
         try:
             name, module = _only_site(layer_name, layer)
-            recorded = [call[name] for call in calls if name in call]
+            inner = name.replace(_CHECKPOINTED, "")
+            recorded = [call[inner] for call in calls if inner in call]
             if len(recorded) != len(calls):
                 raise CaptureError("the layer does not call its attention module")
             sites.append(_capture_site(name, module, recorded, cache))
