@@ -239,3 +239,11 @@ def test_settings_that_changed_after_transform() -> None:
         model(IDS, attention_mask=MASK, use_cache=False)
     shared(model)(IDS, attention_mask=MASK, use_cache=False)
     assert state_of(model).num_shared == 1
+
+
+def test_soft_cap_that_the_unmodified_model_leaves_out() -> None:
+    """transformers before 5.24 runs gemma2 under sdpa without its soft-cap, and says nothing."""
+    model = shared(build("gemma2", torch.float32))
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(NotImplementedError, match=r"leaves out the soft-cap of layers\.0\.self_attn under sdpa"):
+        model(input_ids=IDS, attention_mask=MASK, use_cache=False)
