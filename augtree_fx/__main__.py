@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": Command(
         "augtree_fx.examples.bench.cli", "measure attention, or an update step, against what else there is"
     ),
+    "models": Command("augtree_fx.coverage.cli", "check every causal-LM type of the installed transformers"),
     "verify": Command("augtree_fx.verify.cli", "check your own model and batch: transformed against unmodified"),
 }
 
