@@ -20,6 +20,9 @@ SIZES: dict[str, int] = {
     "context_length": 256,
     "unpadded_vocab_size": 97,
     "word_embed_proj_dim": 64,
+    # positions from which on logits are scaled
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
     # widths
     "hidden_size": 64,
     "d_model": 64,
