@@ -26,7 +26,6 @@ from augtree_fx.transforms import AttentionSite, Refusal, capture_stack
 
 # Faults of the pass that the walk found, with the status they lead to; each goes from here when it is mended.
 KNOWN_FAULTS = {
-    "dbrx": ORIGINAL,  # its block of norms and attention is taken for a norm, by its name
     "deepseek_v4": ERROR,  # its compressor mixes tokens and adds keys
     "openai-gpt": ERROR,  # an IndexError of the skeleton's forward
 }

@@ -204,8 +204,8 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
     capped = [site.name for site in state.sites if site.softcap]
     if capped and getattr(stack.config, "_attn_implementation", None) == "sdpa":
         raise NotImplementedError(
-            f"the unmodified model leaves out the soft-cap of {capped[0]} under sdpa (transformers before 5.24), so that "
-            "nothing could equal it; load the model with attn_implementation='eager'"
+            f"the unmodified model leaves out the soft-cap of {capped[0]} under sdpa (transformers before 5.24); "
+            "load it with attn_implementation='eager'"
         )
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device

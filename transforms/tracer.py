@@ -130,8 +130,11 @@ def _example_of(arg: Any) -> Any:
 
 
 def is_norm(module: torch.nn.Module) -> bool:
-    """Whether a module keeps the shape of its input, whatever its kernel: one of Triton cannot run on meta tensors."""
-    return type(module).__name__.endswith("Norm")
+    """Whether a module keeps the shape of its input, whatever its kernel: one of Triton cannot run on meta tensors.
+
+    It has no modules of its own: some classes named so hold norms and attention.
+    """
+    return type(module).__name__.endswith("Norm") and not any(True for _ in module.children())
 
 
 def opaque(tracer: AttentionTracer, function: Callable[..., Any]) -> Callable[..., Any]:
