@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
+    KEYWORD,
     UNSEEN,
     SkeletonCall,
     base_class,
@@ -56,7 +57,7 @@ class AttentionSite:
     Attributes:
         name: module name inside the stack.
         class_name: its class.
-        graph: captured graph of its forward, with one `attention_leaf`.
+        graph: captured graph of its forward, with an `attention_leaf` for each attention call.
         arguments: names of the forward's arguments that the graph takes, context first.
         scale: factor of the logits.
         window: keys that a query sees, itself included, or ``None``.
@@ -64,6 +65,8 @@ class AttentionSite:
         sinks: whether a learned sink joins the softmax.
         dropout: attention dropout in training.
         separates: whether the layer's mask separates packed sequences by their positions.
+        carrier: what brings the tree's context to it, ``"keyword"`` or ``"mask"``.
+        noise: rate of dropout other than that of attention in its forward, in training.
         scalars: plain attributes of the module when it was captured; a change means capturing anew.
     """
 
@@ -78,6 +81,8 @@ class AttentionSite:
     dropout: float
     separates: bool
     scalars: tuple[tuple[str, Any], ...] = field(repr=False)
+    carrier: str = KEYWORD
+    noise: float = 0.0
 
 
 def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -115,12 +120,12 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     for index, layer in enumerate(layers):
         layer_name = f"{list_name}.{index}"
         try:
-            name, module = _only_site(layer_name, layer)
-            inner = name.replace(_CHECKPOINTED, "")
-            recorded = [call[inner] for call in calls if inner in call]
-            if len(recorded) != len(calls):
-                raise CaptureError("the layer does not call its attention module")
-            sites.append(_capture_site(name, module, recorded, cache))
+            for name, module in _sites_of(layer_name, layer):
+                inner = name.replace(_CHECKPOINTED, "")
+                recorded = [call[inner] for call in calls if inner in call]
+                if len(recorded) != len(calls):
+                    raise CaptureError(f"the layer does not call its attention module {name}")
+                sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
     return sites, refusals
@@ -143,35 +148,33 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
     return [Refusal("stack", name, reason) for reason in reasons]
 
 
-def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
+def _sites_of(layer_name: str, layer: nn.Module) -> list[tuple[str, nn.Module]]:
     for child_name, child in layer.named_modules():
         class_name = base_class(child).__name__
         if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
             raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
-    if len(found) != 1:
-        raise CaptureError(
-            "it has no attention module that calls transformers' attention interface"
-            if not found
-            else f"it has {len(found)} attention modules: {', '.join(name for name, _ in found)}"
-        )
-    if hides_forward(found[0][1]):
-        raise CaptureError(f"{found[0][0]} has a forward of its own, which hides that of its class")
-    return found[0]
+    if not found:
+        raise CaptureError("it has no attention module that calls transformers' attention interface")
+    for name, child in found:
+        if hides_forward(child):
+            raise CaptureError(f"{name} has a forward of its own, which hides that of its class")
+    return found
 
 
 def _capture_site(
     name: str, module: nn.Module, calls: list[SkeletonCall], cache: dict[Any, AttentionSite]
 ) -> AttentionSite:
     scalars = plain_scalars(module) + config_scalars(module.config)
-    if calls[0].mask_kind == "lost":
-        raise CaptureError("extra keywords do not reach its attention module")
+    carrier = calls[0].carrier
+    if carrier is None or carrier != calls[-1].carrier:
+        raise CaptureError("neither extra keywords nor a mask given to the model reach its attention module")
     calls = [_as_live(call, module) for call in calls]
     key = (base_class(module), scalars, calls[0].mask_kind, _shapes(calls[0].arguments))
     if key not in cache:
         traced = [_trace(call, module, training) for call in calls for training in (True, False)]
         cache[key] = _agree(name, module, traced, calls[0].mask_kind, scalars)
-    return replace(cache[key], name=name)
+    return replace(cache[key], name=name, carrier=carrier)
 
 
 def _as_live(call: SkeletonCall, live: nn.Module) -> SkeletonCall:
@@ -199,6 +202,7 @@ class _Trace:
     arguments: tuple[str, ...]
     leaf: dict[str, Any]
     head_dim: int
+    noise: float
 
 
 def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
@@ -231,13 +235,34 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
         graph.lint()  # a node of another layer's trace: keys and values shared across layers
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise CaptureError(f"its forward cannot be traced: {error}") from error
-    leaves = [node for node in graph.nodes if node.target is attention_leaf]
-    if len(leaves) != 1:
-        raise CaptureError(f"it calls attention {len(leaves)} times")
-    query = leaves[0].args[0]
-    return _Trace(
-        graph, graph.python_code("self").src, arguments, tracer.leaf_kwargs[0], query.meta["example"].shape[-1]
-    )
+    leaf, head_dim = _common_call(tracer, [node for node in graph.nodes if node.target is attention_leaf])
+    noise = _without_dropout(graph)
+    return _Trace(graph, graph.python_code("self").src, arguments, leaf, head_dim, noise)
+
+
+def _common_call(tracer: AttentionTracer, leaves: list[fx.Node]) -> tuple[dict[str, Any], int]:
+    """Plain keywords and head size of the attention calls, which must be the same in all of them."""
+    if not leaves:
+        raise CaptureError("it does not call attention")
+    sizes = {leaf.args[0].meta["example"].shape[-1] for leaf in leaves}  # type: ignore[union-attr]
+    if len(sizes) > 1 or any(keywords != tracer.leaf_kwargs[0] for keywords in tracer.leaf_kwargs):
+        raise CaptureError(f"it calls attention {len(leaves)} times, not always with the same keywords and head size")
+    return tracer.leaf_kwargs[0], sizes.pop()
+
+
+def _without_dropout(graph: fx.Graph) -> float:
+    """Take functional dropout out of a graph; its largest rate in training, which the batch is refused for."""
+    rates = [0.0]
+    for node in list(graph.nodes):
+        if node.target is nn.functional.dropout:
+            given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
+            rate, training = given.get("p", 0.5), given.get("training", True)
+            if isinstance(rate, fx.Node) or isinstance(training, fx.Node):
+                raise CaptureError("the rate of a dropout in its forward is computed")
+            rates.append(float(rate) if training else 0.0)
+            node.replace_all_uses_with(given["input"])
+            graph.erase_node(node)
+    return max(rates)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -268,8 +293,8 @@ def _agree(
     window = leaf.pop("sliding_window", None)
     softcap = leaf.pop("softcap", None) or 0.0
     is_causal = leaf.pop("is_causal", None)
-    node = next(node for node in first.graph.nodes if node.target is attention_leaf)
-    unknown = sorted(set(leaf) | (set(node.kwargs) - {"s_aux"}))
+    tensors = {name for node in first.graph.nodes if node.target is attention_leaf for name in node.kwargs}
+    unknown = sorted(set(leaf) | (tensors - {"s_aux"}))
     if leaf.pop("s_aux", None) is None and "s_aux" in unknown:
         unknown.remove("s_aux")
     if unknown:
@@ -289,8 +314,9 @@ def _agree(
         scale=float(scale) if scale is not None else first.head_dim**-0.5,
         window=window,
         softcap=float(softcap),
-        sinks="s_aux" in node.kwargs,
+        sinks="s_aux" in tensors,
         dropout=dropout,
         separates=separates,
         scalars=scalars,
+        noise=max(trace.noise for trace in traced),
     )

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.tracer import CaptureError, is_norm, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
 # Suffix of a mask's kind when its builder is not given position ids: packed sequences in a row are then not separated.
 UNSEEN = ", positions unseen"
+KEYWORD, MASK = "keyword", "mask"  # what brings the context to an attention module
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
@@ -59,11 +61,19 @@ def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
 
 @dataclass
 class SkeletonCall:
-    """What an attention module of the skeleton was called with."""
+    """What an attention module of the skeleton was called with.
+
+    Attributes:
+        module: of the skeleton.
+        arguments: by name, without mask and context.
+        mask_kind: kind of the mask.
+        carrier: what brings the context to it, ``KEYWORD`` or ``MASK``, or ``None``.
+    """
 
     module: nn.Module
     arguments: dict[str, Any]
     mask_kind: str
+    carrier: str | None = None
 
 
 class _SiteReached(Exception):
@@ -85,45 +95,107 @@ def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
     skeleton = _skeleton(stack)
     masks: dict[int, str] = {}
     calls: dict[str, SkeletonCall] = {}
+    _record_in(skeleton, masks, calls)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
+    marker = object()
+    try:
+        forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
+        reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
+        by_mask = set() if all(reached.values()) else _reached_by_mask(stack, ids)
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
+    for name, call in calls.items():
+        call.carrier = KEYWORD if reached[name] else MASK if name in by_mask else None
+    return calls
+
+
+def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> None:
+    """Prepare a skeleton so that its forward notes the call of every attention module, and computes little else."""
     list_name, layers = decoder_layers(skeleton)
     for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if is_attention(module):
-                module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
+        sites = [(name, module) for name, module in layer.named_modules() if is_attention(module)]
+        for name, module in sites:
+            record = _recorder(f"{list_name}.{index}.{name}", module, masks, calls, last=len(sites) == 1)
+            module.forward = record  # type: ignore[assignment]
+        if len(sites) > 1:
+            _pass_what_fails(layer)
         layer.forward = _until_site(layer)  # type: ignore[assignment]
     for module in skeleton.modules():
         if is_norm(module):
             module.forward = _same_shape  # type: ignore[assignment]
         if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
-    marker = object()
-    try:
-        forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
-    for call in calls.values():
-        if call.arguments.pop(CONTEXT, None) is not marker:
-            call.mask_kind = "lost"
-    return calls
+
+
+def _reached_by_mask(stack: nn.Module, ids: Tensor) -> set[str]:
+    """Attention modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
+    skeleton = _skeleton(stack)
+    probe = ContextMask(None)
+    masks, calls = {id(probe): "probe"}, dict[str, SkeletonCall]()
+    _record_in(skeleton, masks, calls)
+    forward = inspect.unwrap(base_class(stack).forward)
+    forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, attention_mask=probe)
+    return {name for name, call in calls.items() if call.mask_kind == "probe"}
 
 
 def _same_shape(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden_states
 
 
-def _recorder(name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> Any:
-    parameters = list(inspect.signature(inspect.unwrap(base_class(module).forward)).parameters)[1:]
+def _recorder(
+    name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall], *, last: bool
+) -> Any:
+    """Forward that notes its call and, unless this is the ``last`` site of its layer, goes on with the module's own."""
+    original = inspect.unwrap(base_class(module).forward)
+    parameters = list(inspect.signature(original).parameters)[1:]
+    stand_ins = {"eager_attention_forward": _no_attention, "ALL_ATTENTION_FUNCTIONS": _NoAttention()}
+    unmasked = with_globals(original, stand_ins)  # type: ignore[arg-type]
 
     def record(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         mask = arguments.pop("attention_mask", None)
         kind = "none" if mask is None else masks.get(id(mask), "changed")
+        if name in calls and not last:
+            raise CaptureError(f"{name} is called twice by its layer")
         calls[name] = SkeletonCall(module, arguments, kind)
-        raise _SiteReached
+        if last:
+            raise _SiteReached
+        return unmasked(module, *args, **kwargs)
 
     return record
+
+
+def _no_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention by its shapes."""
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+class _NoAttention:
+    """Answers every look-up of an attention function."""
+
+    def get_interface(self, *_: Any) -> Any:
+        return _no_attention
+
+    def __getitem__(self, _: str) -> Any:
+        return _no_attention
+
+
+def _pass_what_fails(layer: nn.Module) -> None:
+    """Children of a layer which the meta device cannot run, such as routed experts, return their input."""
+
+    def tolerant(forward: Any) -> Any:
+        def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(hidden_states, *args, **kwargs)
+            except (RuntimeError, NotImplementedError):
+                return hidden_states
+
+        return run
+
+    for child in layer.children():
+        if not any(is_attention(module) for module in child.modules()) and not isinstance(child, nn.ModuleList):
+            child.forward = tolerant(child.forward)
 
 
 def _until_site(layer: nn.Module) -> Any:

@@ -120,6 +120,9 @@ class AttentionTracer(fx.Tracer):
         self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
         """What the traced forward calls instead of an attention function: one leaf node."""
+        if attention_mask is not None:
+            raise CaptureError("its attention module makes a mask of its own")
+        kwargs.pop("position_ids", None)  # flash attention finds packed sequences by them, nothing else is done
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
         self.leaf_kwargs.append({name: value for name, value in kwargs.items() if name not in tensors})
         return self.create_proxy("call_function", attention_leaf, (query, key, value), tensors), UnusedWeights()
