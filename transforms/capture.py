@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from augtree_fx.tables import Chunks, Span
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.rewrite import token_columns
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
     KEYWORD,
@@ -66,6 +68,8 @@ class AttentionSite:
         dropout: attention dropout in training.
         separates: whether the layer's mask separates packed sequences by their positions.
         carrier: what brings the tree's context to it, ``"keyword"`` or ``"mask"``.
+        chunk: tokens after which its mask cuts a row, or ``None``; a query sees keys of its own chunk.
+        counts: whether its forward uses the columns of tokens, by counting them.
         noise: rate of dropout other than that of attention in its forward, in training.
         scalars: plain attributes of the module when it was captured; a change means capturing anew.
     """
@@ -83,6 +87,13 @@ class AttentionSite:
     scalars: tuple[tuple[str, Any], ...] = field(repr=False)
     carrier: str = KEYWORD
     noise: float = 0.0
+    chunk: int | None = None
+    counts: bool = False
+
+    @property
+    def span(self) -> Span:
+        """Which keys a query sees, as tables are built by."""
+        return self.window if self.chunk is None else Chunks(self.chunk)
 
 
 def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -97,7 +108,7 @@ def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def config_scalars(config: Any) -> tuple[tuple[str, Any], ...]:
     """Plain values of a config that attention forwards read when they run."""
-    names = ("sliding_window", "attention_dropout", "attn_logit_softcapping", "rope_interleave")
+    names = ("sliding_window", "attention_chunk_size", "attention_dropout", "attn_logit_softcapping", "rope_interleave")
     return tuple((name, getattr(config, name, None)) for name in names)
 
 
@@ -203,6 +214,7 @@ class _Trace:
     leaf: dict[str, Any]
     head_dim: int
     noise: float
+    counts: bool
 
 
 def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
@@ -237,7 +249,8 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
         raise CaptureError(f"its forward cannot be traced: {error}") from error
     leaf, head_dim = _common_call(tracer, [node for node in graph.nodes if node.target is attention_leaf])
     noise = _without_dropout(graph)
-    return _Trace(graph, graph.python_code("self").src, arguments, leaf, head_dim, noise)
+    counts = _counts_tokens(graph, skeleton)
+    return _Trace(graph, graph.python_code("self").src, arguments, leaf, head_dim, noise, counts)
 
 
 def _common_call(tracer: AttentionTracer, leaves: list[fx.Node]) -> tuple[dict[str, Any], int]:
@@ -263,6 +276,34 @@ def _without_dropout(graph: fx.Graph) -> float:
             node.replace_all_uses_with(given["input"])
             graph.erase_node(node)
     return max(rates)
+
+
+def _counts_tokens(graph: fx.Graph, skeleton: nn.Module) -> bool:
+    """Put the columns of tokens where a graph counts its tokens, which are packed; whether it does."""
+    context = next(iter(graph.nodes))
+    tokens = next(node for node in graph.nodes if node.target is attention_leaf).args[0].meta["example"].shape[2]
+    counting = [node for node in graph.nodes if _makes_positions(node, skeleton)]
+    for node in counting:
+        plain = node.target is torch.arange and len(node.args) == 1 and set(node.kwargs) <= {"device"}
+        if not plain or tuple(node.meta["example"].shape) != (tokens,):
+            raise CaptureError(f"its forward counts tokens in a way that is not understood ({node.name})")
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_function(token_columns, (context,)))
+        graph.erase_node(node)
+    return bool(counting)
+
+
+def _makes_positions(node: fx.Node, skeleton: nn.Module) -> bool:
+    """Whether a node numbers tokens by their place: packing changes that."""
+    counters = ("arange", "cumsum")
+    if node.op == "call_module":
+        function = base_class(skeleton.get_submodule(str(node.target))).forward
+    else:
+        function = node.target
+    if node.op == "call_method" or getattr(torch, getattr(function, "__name__", ""), None) is function:
+        return (node.target if node.op == "call_method" else function.__name__) in counters
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code is not None and any(name in counters for name in code.co_names)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -302,7 +343,9 @@ def _agree(
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise CaptureError("its attention is not causal (is_causal=False)")
     separates, mask_kind = not mask_kind.endswith(UNSEEN), mask_kind.removesuffix(UNSEEN)
-    expected = {"full": None, f"window {window}": window}
+    size = mask_kind.removeprefix("chunks of ")
+    chunk = int(size) if size.isdecimal() and window is None else None
+    expected = {"full": None, f"window {window}": window, f"chunks of {chunk}": None}
     if mask_kind not in expected or expected[mask_kind] != window:
         said = "no window" if window is None else f"a window of {window}"
         raise CaptureError(f"the attention call says {said}, the layer's mask is of kind {mask_kind!r}")
@@ -319,4 +362,6 @@ def _agree(
         separates=separates,
         scalars=scalars,
         noise=max(trace.noise for trace in traced),
+        chunk=chunk,
+        counts=first.counts,
     )

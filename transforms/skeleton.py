@@ -231,10 +231,11 @@ def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]
         return build
 
     window = getattr(skeleton.config, "sliding_window", None)
+    chunk = getattr(skeleton.config, "attention_chunk_size", None)
     return {
         "create_causal_mask": builder("full"),
         "create_sliding_window_causal_mask": builder(f"window {window}"),
-        "create_chunked_causal_mask": builder("chunked"),
+        "create_chunked_causal_mask": builder(f"chunks of {chunk}"),
         "create_bidirectional_mask": builder("bidirectional"),
         "create_recurrent_attention_mask": builder("recurrent"),
     }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -177,7 +178,31 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
     if not layout.shares:
         raise Unshared("")
     _check_rope(stack, layout)
+    _check_columns(state, layout, given)
     return layout
+
+
+def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:
+    """Layers that go by the columns of tokens: tokens that are shared must stand in one column, chunks in padded rows."""
+    packed = given.get("attention_mask") is None and given.get("position_ids") is not None
+    chunked = next((site for site in state.sites if site.chunk is not None), None)
+    if packed and chunked is not None:
+        raise Unshared(f"{chunked.name} attends in chunks of the packed row; pad the rows, with an attention_mask")
+    counting = next((site for site in state.sites if site.counts), None)
+    if counting is not None and not _columns_agree(layout):
+        raise Unshared(
+            f"{counting.name} counts the columns of tokens, and equal tokens stand in different ones; pad on the right"
+        )
+
+
+def _columns(layout: TreeLayout) -> np.ndarray:
+    """``[T]`` int64 column of each packed token, that of the first row which has it."""
+    return np.asarray(layout.source % layout.shape[1], dtype=np.int64)
+
+
+def _columns_agree(layout: TreeLayout) -> bool:
+    slots = np.flatnonzero(layout.packed_index >= 0)
+    return bool((_columns(layout)[layout.packed_index[slots]] == slots % layout.shape[1]).all())
 
 
 def _decline(state: StackState, given: Mapping[str, Any]) -> None:
@@ -315,9 +340,14 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
 
 
 def make_context(layout: TreeLayout, state: StackState) -> ReplayContext:
-    """Context of a batch: tables for every window that some layer has."""
-    windows = {site.window for site in state.sites}
-    return ReplayContext({window: layout.tables(window) for window in windows}, layout.num_levels == 1, state.kernel)
+    """Context of a batch: tables for every window or chunk size that some layer has."""
+    tables = {span: layout.tables(span) for span in {site.span for site in state.sites}}
+    columns = None
+    if any(site.counts for site in state.sites):
+        if not _columns_agree(layout):
+            raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
+        columns = torch.from_numpy(_columns(layout)).to(layout.device)
+    return ReplayContext(tables, layout.num_levels == 1, state.kernel, columns)
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
