@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,7 +227,7 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
     skeleton.train(training)
     parameters = inspect.signature(inspect.unwrap(base_class(skeleton).forward)).parameters
     given = {name: value for name, value in call.arguments.items() if name in parameters}
-    examples = {name: value for name, value in given.items() if _has_tensor(value)}
+    examples = {name: x for name, x in given.items() if _has_tensor(x) or isinstance(x, MutableMapping)}
     fixed = {name: value for name, value in given.items() if name not in examples}
     fixed |= {name: None for name in ("attention_mask", *CACHE_NAMES) if name in parameters}
     missing = [

@@ -51,6 +51,10 @@ def is_attention(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def _holds_attention(module: nn.Module) -> bool:
+    return any(is_attention(child) for child in module.modules())
+
+
 def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
     """The stack's list of decoder layers, with its name."""
     for name, child in stack.named_children():
@@ -122,7 +126,7 @@ def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, Skel
             _pass_what_fails(layer)
         layer.forward = _until_site(layer)  # type: ignore[assignment]
     for module in skeleton.modules():
-        if is_norm(module):
+        if is_norm(module) and not _holds_attention(module):
             module.forward = _same_shape  # type: ignore[assignment]
         if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
@@ -194,7 +198,7 @@ def _pass_what_fails(layer: nn.Module) -> None:
         return run
 
     for child in layer.children():
-        if not any(is_attention(module) for module in child.modules()) and not isinstance(child, nn.ModuleList):
+        if not _holds_attention(child) and not isinstance(child, nn.ModuleList):
             child.forward = tolerant(child.forward)
 
 

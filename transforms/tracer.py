@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class ValueProxy(Proxy):
 
     def __len__(self) -> int:
         return len(self.node.meta["example"])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Of a mapping that layers share; the example changes, too, so that later layers find the value."""
+        if not isinstance(self.node.meta["example"], MutableMapping):
+            raise CaptureError("it assigns to a part of a tensor")
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def __index__(self) -> int:
         raise CaptureError("a shape is used as a number while tracing")
