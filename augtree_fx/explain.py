@@ -184,7 +184,10 @@ def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> 
     for window, softcap in sorted({(site.span, site.softcap) for site in state.sites}, key=str):
         tables = layout.tables(window)
         bites = window if tables.kv_index is not None else None
-        calls, spec = decode_calls(tables.segments, tables.cu_seqlens), AttentionSpec(1.0, bites if isinstance(bites, int) else 0, softcap)
+        calls, spec = (
+            decode_calls(tables.segments, tables.cu_seqlens),
+            AttentionSpec(1.0, bites if isinstance(bites, int) else 0, softcap),
+        )
         rows += [(str(bites or "-"), *row) for row in _describe_launches(q, v, calls, spec, state.kernel)]
     return tuple(rows)
 

@@ -25,9 +25,9 @@ from augtree_fx.transforms.skeleton import (
     UNSEEN,
     SkeletonCall,
     base_class,
-    decoder_layers,
     hides_forward,
     is_attention,
+    named_layers,
     record_calls,
 )
 from augtree_fx.transforms.tracer import AttentionTracer, CaptureError, attention_leaf, traceable
@@ -119,7 +119,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     Returns:
         The sites and the refusals. The stack can be transformed only if there is no refusal.
     """
-    list_name, layers = decoder_layers(stack)
+    layers = named_layers(stack)
     sites: list[AttentionSite] = []
     refusals = _refuse_stack(stack)
     if refusals:
@@ -129,8 +129,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     except CaptureError as error:
         return sites, [Refusal("stack", type(stack).__name__, str(error))]
     cache: dict[Any, AttentionSite] = {}
-    for index, layer in enumerate(layers):
-        layer_name = f"{list_name}.{index}"
+    for layer_name, layer in layers:
         try:
             for name, module in _sites_of(layer_name, layer):
                 inner = name.replace(_CHECKPOINTED, "")
@@ -181,10 +180,13 @@ def _capture_site(
     carrier = calls[0].carrier
     if carrier is None or carrier != calls[-1].carrier:
         raise CaptureError("neither extra keywords nor a mask given to the model reach its attention module")
+    if any(other.mask_kind != call.mask_kind for call in calls for other in call.again):
+        raise CaptureError("it is called several times, under masks of different kinds")
+    again = [_as_live(other, module) for call in calls for other in _others(call)]
     calls = [_as_live(call, module) for call in calls]
-    key = (base_class(module), scalars, calls[0].mask_kind, _shapes(calls[0].arguments))
+    key = (base_class(module), scalars, calls[0].mask_kind, _shapes([call.arguments for call in (calls[0], *again)]))
     if key not in cache:
-        traced = [_trace(call, module, training) for call in calls for training in (True, False)]
+        traced = [_trace(call, module, training) for call in (*calls, *again) for training in (True, False)]
         cache[key] = _agree(name, module, traced, calls[0].mask_kind, scalars)
     return replace(cache[key], name=name, carrier=carrier)
 
@@ -202,7 +204,13 @@ def _as_live(call: SkeletonCall, live: nn.Module) -> SkeletonCall:
     return SkeletonCall(replacement, call.arguments, call.mask_kind)
 
 
-def _shapes(arguments: dict[str, Any]) -> str:
+def _others(call: SkeletonCall) -> list[SkeletonCall]:
+    """Further calls of a module in one forward, those that are not like an earlier one."""
+    by_shapes = {_shapes(other.arguments): other for other in (call, *call.again)}
+    return list(by_shapes.values())[1:]
+
+
+def _shapes(arguments: Any) -> str:
     leaves, _ = torch.utils._pytree.tree_flatten(arguments)
     return str([tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves])
 
@@ -247,7 +255,8 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
         graph = tracer.trace(root)
         graph.lint()  # a node of another layer's trace: keys and values shared across layers
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        raise CaptureError(f"its forward cannot be traced: {error}") from error
+        mask = "it makes a mask of its own inside its attention module: " if "finfo" in str(error) else ""
+        raise CaptureError(f"{mask}its forward cannot be traced: {error}") from error
     leaf, head_dim = _common_call(tracer, [node for node in graph.nodes if node.target is attention_leaf])
     noise = _without_dropout(graph)
     counts = _counts_tokens(graph, skeleton)
@@ -297,10 +306,9 @@ def _counts_tokens(graph: fx.Graph, skeleton: nn.Module) -> bool:
 def _makes_positions(node: fx.Node, skeleton: nn.Module) -> bool:
     """Whether a node numbers tokens by their place: packing changes that."""
     counters = ("arange", "cumsum")
+    function: Any = node.target
     if node.op == "call_module":
         function = base_class(skeleton.get_submodule(str(node.target))).forward
-    else:
-        function = node.target
     if node.op == "call_method" or getattr(torch, getattr(function, "__name__", ""), None) is function:
         return (node.target if node.op == "call_method" else function.__name__) in counters
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
@@ -335,10 +343,9 @@ def _agree(
     window = leaf.pop("sliding_window", None)
     softcap = leaf.pop("softcap", None) or 0.0
     is_causal = leaf.pop("is_causal", None)
+    leaf = {name: value for name, value in leaf.items() if value is not None}  # not used
     tensors = {name for node in first.graph.nodes if node.target is attention_leaf for name in node.kwargs}
     unknown = sorted(set(leaf) | (tensors - {"s_aux"}))
-    if leaf.pop("s_aux", None) is None and "s_aux" in unknown:
-        unknown.remove("s_aux")
     if unknown:
         raise CaptureError(f"unknown keyword of the attention call: {', '.join(unknown)}")
     if is_causal is False or getattr(module, "is_causal", True) is False:

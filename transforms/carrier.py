@@ -1,7 +1,7 @@
 """A stand-in mask that carries the tree to attention modules whose layers pass no further keywords on.
 
-transformers' mask builders return a 4-D `BlockMask` untouched, and it is no tensor: gradient checkpointing, reentrant or
-not, keeps the object itself, and device hooks move it by its ``to``. Attention that would use it as a mask fails.
+transformers' mask builders return a 4-D `BlockMask` untouched, and it is no tensor: gradient checkpointing, reentrant
+or not, keeps the object itself, and device hooks move it by its ``to``. Attention that would use it as a mask fails.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +63,23 @@ def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"{type(stack).__name__} has no list of decoder layers; augtree-fx rewrites decoder stacks")
 
 
+def named_layers(stack: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Decoder layers of a stack with their names: of its own list, or of the lists of several inner stacks.
+
+    Raises:
+        ValueError: there are none.
+    """
+    inner = [(name, child) for name, child in stack.named_children() if _has_attention_layers(child)]
+    if any(isinstance(child, nn.ModuleList) and len(child) for child in stack.children()) or len(inner) < 2:
+        list_name, layers = decoder_layers(stack)
+        return [(f"{list_name}.{index}", layer) for index, layer in enumerate(layers)]
+    return [(f"{name}.{layer_name}", layer) for name, child in inner for layer_name, layer in named_layers(child)]
+
+
+def _has_attention_layers(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList) and _holds_attention(child) for child in module.children())
+
+
 @dataclass
 class SkeletonCall:
     """What an attention module of the skeleton was called with.
@@ -72,12 +89,14 @@ class SkeletonCall:
         arguments: by name, without mask and context.
         mask_kind: kind of the mask.
         carrier: what brings the context to it, ``KEYWORD`` or ``MASK``, or ``None``.
+        again: further calls in the same forward, of inner stacks that run several times.
     """
 
     module: nn.Module
     arguments: dict[str, Any]
     mask_kind: str
     carrier: str | None = None
+    again: list[SkeletonCall] = field(default_factory=list)
 
 
 class _SiteReached(Exception):
@@ -111,16 +130,17 @@ def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
     for name, call in calls.items():
         call.carrier = KEYWORD if reached[name] else MASK if name in by_mask else None
+        if any(other.arguments.pop(CONTEXT, None) is not marker for other in call.again) and call.carrier == KEYWORD:
+            call.carrier = None
     return calls
 
 
 def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> None:
     """Prepare a skeleton so that its forward notes the call of every attention module, and computes little else."""
-    list_name, layers = decoder_layers(skeleton)
-    for index, layer in enumerate(layers):
+    for layer_name, layer in named_layers(skeleton):
         sites = [(name, module) for name, module in layer.named_modules() if is_attention(module)]
         for name, module in sites:
-            record = _recorder(f"{list_name}.{index}.{name}", module, masks, calls, last=len(sites) == 1)
+            record = _recorder(f"{layer_name}.{name}", module, masks, calls, last=len(sites) == 1)
             module.forward = record  # type: ignore[assignment]
         if len(sites) > 1:
             _pass_what_fails(layer)
@@ -140,7 +160,7 @@ def _reached_by_mask(stack: nn.Module, ids: Tensor) -> set[str]:
     _record_in(skeleton, masks, calls)
     forward = inspect.unwrap(base_class(stack).forward)
     forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, attention_mask=probe)
-    return {name for name, call in calls.items() if call.mask_kind == "probe"}
+    return {name for name, call in calls.items() if all(x.mask_kind == "probe" for x in (call, *call.again))}
 
 
 def _same_shape(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -162,7 +182,11 @@ def _recorder(
         kind = "none" if mask is None else masks.get(id(mask), "changed")
         if name in calls and not last:
             raise CaptureError(f"{name} is called twice by its layer")
-        calls[name] = SkeletonCall(module, arguments, kind)
+        call = SkeletonCall(module, arguments, kind)
+        if name in calls:
+            calls[name].again.append(call)
+        else:
+            calls[name] = call
         if last:
             raise _SiteReached
         return unmasked(module, *args, **kwargs)

@@ -23,7 +23,7 @@ from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_s
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
-from augtree_fx.transforms.skeleton import CONTEXT, MASK, decoder_layers
+from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers
 
 logger = logging.getLogger("augtree_fx")
 
@@ -183,7 +183,7 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
 
 
 def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:
-    """Layers that go by the columns of tokens: tokens that are shared must stand in one column, chunks in padded rows."""
+    """Layers that go by columns: shared tokens must stand in one column, and chunks are those of padded rows."""
     packed = given.get("attention_mask") is None and given.get("position_ids") is not None
     chunked = next((site for site in state.sites if site.chunk is not None), None)
     if packed and chunked is not None:
@@ -321,7 +321,7 @@ def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
 
 def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
     """Cost model of this stack's layers on a device; routed experts count as far as a token passes through them."""
-    _, layers = decoder_layers(stack)
+    layers = [layer for _, layer in named_layers(stack)]
     config: Any = stack.config
     experts = max(
         getattr(config, "num_local_experts", 0) or 0,
@@ -331,11 +331,12 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
     active = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
     params = sum(
         parameter.numel() * (active if "experts" in name and "shared" not in name else 1.0)
-        for name, parameter in layers.named_parameters()
+        for layer in layers
+        for name, parameter in layer.named_parameters()
     )
     heads, head_dim = attention_heads(config)
     head_dim = getattr(config, "v_head_dim", None) or head_dim
-    dtype = next(layers.parameters()).dtype
+    dtype = next(layers[0].parameters()).dtype
     return CostModel.of_layer(params / len(layers), heads * head_dim, device.type, dtype)
 
 

@@ -20,7 +20,6 @@ from torch.fx.node import map_aggregate
 from torch.fx.proxy import Attribute, Proxy
 from torch.utils._pytree import tree_map_only
 
-
 _MOST_PARAMETERS = 1 << 24  # 64 MiB in float32, of a module that is run with values during capture
 
 
@@ -159,7 +158,7 @@ class AttentionTracer(fx.Tracer):
     ) -> Any:
         """What the traced forward calls instead of an attention function: one leaf node."""
         if attention_mask is not None:
-            raise CaptureError("its attention module makes a mask of its own")
+            raise CaptureError(f"it makes a mask of its own inside its attention module ({attention_mask})")
         kwargs.pop("position_ids", None)  # flash attention finds packed sequences by them, nothing else is done
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
         self.leaf_kwargs.append({name: value for name, value in kwargs.items() if name not in tensors})
