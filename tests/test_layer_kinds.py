@@ -491,3 +491,14 @@ def test_packed_places_for_columns_are_an_error(monkeypatch: pytest.MonkeyPatch)
     outcome = check("llama4_text")
     assert outcome.status == ERROR
     assert outcome.error > 1e-3
+
+
+def test_keys_of_an_earlier_layer_under_checkpointing() -> None:
+    """Not reentrant: with reentrant checkpointing the unmodified model loses the gradient of those keys."""
+    plain, batch = tiny.build("gemma3n_text", "sdpa").double(), grouped_batch(97)
+    precision = checks.Precision(torch.float64, False, "sdpa", 1e-5)  # up-casts round to float32
+    expected = checks.run(copy.deepcopy(plain), batch, precision)
+    model = shared(plain)
+    checkpoint(False)(model)
+    assert checks.worst(checks.run(model, batch, precision), expected)[1] <= precision.tolerance
+    assert state_of(model).num_shared == 1

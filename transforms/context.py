@@ -49,14 +49,15 @@ class ReplayContext:
 
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
-    return [*leaves, context.columns], (tuple(context.tables), context.one_level, context.kernel)
+    columns = [] if context.columns is None else [context.columns]
+    return [*leaves, *columns], (tuple(context.tables), context.one_level, context.kernel)
 
 
 def _unflatten(leaves: Iterable[Any], constants: tuple[Any, ...]) -> ReplayContext:
     windows, one_level, kernel = constants
     flat = list(leaves)
     tables = {window: AttentionTables(*flat[3 * place : 3 * place + 3]) for place, window in enumerate(windows)}
-    return ReplayContext(tables, one_level, kernel, flat[-1])
+    return ReplayContext(tables, one_level, kernel, flat[-1] if len(flat) > 3 * len(windows) else None)
 
 
 def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:
