@@ -63,7 +63,7 @@ class Explanation:
             (
                 site.class_name,
                 f"{site.scale:.4g}",
-                site.window or "-",
+                str(site.span or "-"),
                 site.softcap or "-",
                 "yes" if site.sinks else "-",
                 site.dropout or "-",
@@ -181,10 +181,13 @@ def _describe_calls(stack: nn.Module, state: StackState, layout: TreeLayout) -> 
     one = torch.empty(1, heads, head_dim, dtype=dtype, device=layout.device)
     q, v = one.expand(layout.num_tokens, -1, -1), one[:, :kv_heads].expand(layout.num_tokens, -1, -1)
     rows: list[tuple[str, ...]] = []
-    for window, softcap in sorted({(site.window, site.softcap) for site in state.sites}, key=str):
+    for window, softcap in sorted({(site.span, site.softcap) for site in state.sites}, key=str):
         tables = layout.tables(window)
         bites = window if tables.kv_index is not None else None
-        calls, spec = decode_calls(tables.segments, tables.cu_seqlens), AttentionSpec(1.0, bites or 0, softcap)
+        calls, spec = (
+            decode_calls(tables.segments, tables.cu_seqlens),
+            AttentionSpec(1.0, bites if isinstance(bites, int) else 0, softcap),
+        )
         rows += [(str(bites or "-"), *row) for row in _describe_launches(q, v, calls, spec, state.kernel)]
     return tuple(rows)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from augtree_fx import rows as batch_rows
 from augtree_fx.costs import CostModel
 from augtree_fx.rows import HostRows
-from augtree_fx.tables import AttentionTables, build_tables
+from augtree_fx.tables import AttentionTables, Span, build_tables
 from augtree_fx.trie import IntArray, TrieNode, build_trie, keep_what_pays, levels_of
 
 
@@ -201,7 +201,7 @@ class TreeLayout:
             assert remaining == 0, "a row must end inside its last node"
         return index
 
-    def tables(self, window: int | None = None) -> AttentionTables:
+    def tables(self, window: Span = None) -> AttentionTables:
         """Attention calls that make up this tree, with ``window`` the number of keys a query sees (itself included)."""
         return build_tables(self, window)
 

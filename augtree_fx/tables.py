@@ -3,6 +3,7 @@
 own        every node's tokens attend to themselves, causally             one call over all nodes
 replay     tokens of level m attend to one ancestor level l, unmasked     one call per pair (l, m)
 windowed   K and V of each node are preceded by the part of its path that the window reaches: one causal call
+chunked    every part of a node in one chunk, after the part of its path in that chunk: one causal call over all of them
 
 Large segments get a call of their own, so that a dense kernel can take them.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
 # backward, and an 8192 x 8192 causal call saves 3.0 of FlashAttention-2's 6.5 ms in each of some 36 layers.
 # H200, torch 2.11, 2026-11-29.
 DENSE_PAIRS = 8192 * 8192
+
+
+class Chunks(NamedTuple):
+    """A query sees the keys of its own chunk of its row, up to itself; rows are cut every ``size`` tokens."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size}"
+
+
+Span = int | Chunks | None  # keys that a query sees, itself included; those of its chunk; or its whole path
 
 
 @dataclass(frozen=True)
@@ -155,8 +168,10 @@ def decode_segments(key: bytes) -> tuple[Run, ...]:
     return tuple((causal, tuple(members)) for causal, members in grouped)
 
 
-def build_tables(layout: TreeLayout, window: int | None) -> AttentionTables:
-    """Tables of a layout for attention over the whole path (``window=None``) or its last ``window`` tokens."""
+def build_tables(layout: TreeLayout, window: Span) -> AttentionTables:
+    """Tables of a layout: over the whole path (``window=None``), its last ``window`` tokens, or chunks of it."""
+    if isinstance(window, Chunks):
+        return _chunked_tables(layout, window.size)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the token itself, got {window}; None means the whole path")
     longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
@@ -195,20 +210,44 @@ def _windowed_segments(layout: TreeLayout, window: int) -> tuple[np.ndarray, lis
     """Keys of each node preceded by what the window reaches of its ancestors, gathered into one run per node."""
     index, segments, num_keys = [], [], 0
     for node in range(layout.num_nodes):
-        reach = min(window - 1, int(layout.path_start[node]))
-        keys = [np.arange(layout.offset[node], layout.offset[node + 1])]
-        ancestor = int(layout.parent[node])
-        while reach > 0:
-            taken = min(reach, int(layout.length[ancestor]))
-            end = int(layout.offset[ancestor + 1])
-            keys.append(np.arange(end - taken, end))
-            reach, ancestor = reach - taken, int(layout.parent[ancestor])
-        gathered = np.concatenate(keys[::-1])
+        gathered = _path_end(layout, node, min(window - 1, int(layout.path_start[node])))
         index.append(gathered)
         first, last = int(layout.offset[node]), int(layout.offset[node + 1])
         segments.append(Segment(first, last, num_keys, num_keys + len(gathered)))
         num_keys += len(gathered)
     return np.concatenate(index), segments
+
+
+def _path_end(layout: TreeLayout, node: int, reach: int) -> np.ndarray:
+    """Packed tokens of a node after those of the last ``reach`` tokens of its ancestors."""
+    keys = [np.arange(layout.offset[node], layout.offset[node + 1])]
+    ancestor = int(layout.parent[node])
+    while reach > 0:
+        taken = min(reach, int(layout.length[ancestor]))
+        end = int(layout.offset[ancestor + 1])
+        keys.append(np.arange(end - taken, end))
+        reach, ancestor = reach - taken, int(layout.parent[ancestor])
+    return np.concatenate(keys[::-1])
+
+
+def _chunked_tables(layout: TreeLayout, size: int) -> AttentionTables:
+    if size < 1:
+        raise ValueError(f"chunks must have at least 1 token, got {size}")
+    longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
+    if size >= longest:
+        return build_tables(layout, None)
+    index, segments, num_keys = [], [], 0
+    for node in range(layout.num_nodes):
+        start, length, offset = (int(x[node]) for x in (layout.path_start, layout.length, layout.offset))
+        first = start - start % size  # where the chunk of the node's first token starts
+        path = _path_end(layout, node, start - first)
+        for begin in range(first, start + length, size):
+            end = min(begin + size, start + length)
+            index.append(path[begin - first : end - first])
+            query = offset + max(begin, start) - start
+            segments.append(Segment(query, offset + end - start, num_keys, num_keys + end - begin))
+            num_keys += end - begin
+    return _to_tensors(_split_calls(segments, causal=True), layout.device, np.concatenate(index))
 
 
 def _split_calls(segments: Iterable[Segment], *, causal: bool) -> list[tuple[bool, list[Segment]]]:

@@ -9,21 +9,25 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from augtree_fx.tables import Chunks, Span
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.rewrite import token_columns
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
+    KEYWORD,
     UNSEEN,
     SkeletonCall,
     base_class,
-    decoder_layers,
     hides_forward,
     is_attention,
+    named_layers,
     record_calls,
 )
 from augtree_fx.transforms.tracer import AttentionTracer, CaptureError, attention_leaf, traceable
@@ -56,7 +60,7 @@ class AttentionSite:
     Attributes:
         name: module name inside the stack.
         class_name: its class.
-        graph: captured graph of its forward, with one `attention_leaf`.
+        graph: captured graph of its forward, with an `attention_leaf` for each attention call.
         arguments: names of the forward's arguments that the graph takes, context first.
         scale: factor of the logits.
         window: keys that a query sees, itself included, or ``None``.
@@ -64,6 +68,10 @@ class AttentionSite:
         sinks: whether a learned sink joins the softmax.
         dropout: attention dropout in training.
         separates: whether the layer's mask separates packed sequences by their positions.
+        carrier: what brings the tree's context to it, ``"keyword"`` or ``"mask"``.
+        chunk: tokens after which its mask cuts a row, or ``None``; a query sees keys of its own chunk.
+        counts: whether its forward uses the columns of tokens, by counting them.
+        noise: rate of dropout other than that of attention in its forward, in training.
         scalars: plain attributes of the module when it was captured; a change means capturing anew.
     """
 
@@ -78,6 +86,15 @@ class AttentionSite:
     dropout: float
     separates: bool
     scalars: tuple[tuple[str, Any], ...] = field(repr=False)
+    carrier: str = KEYWORD
+    noise: float = 0.0
+    chunk: int | None = None
+    counts: bool = False
+
+    @property
+    def span(self) -> Span:
+        """Which keys a query sees, as tables are built by."""
+        return self.window if self.chunk is None else Chunks(self.chunk)
 
 
 def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -92,7 +109,7 @@ def plain_scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def config_scalars(config: Any) -> tuple[tuple[str, Any], ...]:
     """Plain values of a config that attention forwards read when they run."""
-    names = ("sliding_window", "attention_dropout", "attn_logit_softcapping", "rope_interleave")
+    names = ("sliding_window", "attention_chunk_size", "attention_dropout", "attn_logit_softcapping", "rope_interleave")
     return tuple((name, getattr(config, name, None)) for name in names)
 
 
@@ -102,7 +119,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     Returns:
         The sites and the refusals. The stack can be transformed only if there is no refusal.
     """
-    list_name, layers = decoder_layers(stack)
+    layers = named_layers(stack)
     sites: list[AttentionSite] = []
     refusals = _refuse_stack(stack)
     if refusals:
@@ -112,15 +129,14 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     except CaptureError as error:
         return sites, [Refusal("stack", type(stack).__name__, str(error))]
     cache: dict[Any, AttentionSite] = {}
-    for index, layer in enumerate(layers):
-        layer_name = f"{list_name}.{index}"
+    for layer_name, layer in layers:
         try:
-            name, module = _only_site(layer_name, layer)
-            inner = name.replace(_CHECKPOINTED, "")
-            recorded = [call[inner] for call in calls if inner in call]
-            if len(recorded) != len(calls):
-                raise CaptureError("the layer does not call its attention module")
-            sites.append(_capture_site(name, module, recorded, cache))
+            for name, module in _sites_of(layer_name, layer):
+                inner = name.replace(_CHECKPOINTED, "")
+                recorded = [call[inner] for call in calls if inner in call]
+                if len(recorded) != len(calls):
+                    raise CaptureError(f"the layer does not call its attention module {name}")
+                sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
     return sites, refusals
@@ -143,35 +159,36 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
     return [Refusal("stack", name, reason) for reason in reasons]
 
 
-def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
+def _sites_of(layer_name: str, layer: nn.Module) -> list[tuple[str, nn.Module]]:
     for child_name, child in layer.named_modules():
         class_name = base_class(child).__name__
         if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
             raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
-    if len(found) != 1:
-        raise CaptureError(
-            "it has no attention module that calls transformers' attention interface"
-            if not found
-            else f"it has {len(found)} attention modules: {', '.join(name for name, _ in found)}"
-        )
-    if hides_forward(found[0][1]):
-        raise CaptureError(f"{found[0][0]} has a forward of its own, which hides that of its class")
-    return found[0]
+    if not found:
+        raise CaptureError("it has no attention module that calls transformers' attention interface")
+    for name, child in found:
+        if hides_forward(child):
+            raise CaptureError(f"{name} has a forward of its own, which hides that of its class")
+    return found
 
 
 def _capture_site(
     name: str, module: nn.Module, calls: list[SkeletonCall], cache: dict[Any, AttentionSite]
 ) -> AttentionSite:
     scalars = plain_scalars(module) + config_scalars(module.config)
-    if calls[0].mask_kind == "lost":
-        raise CaptureError("extra keywords do not reach its attention module")
+    carrier = calls[0].carrier
+    if carrier is None or carrier != calls[-1].carrier:
+        raise CaptureError("neither extra keywords nor a mask given to the model reach its attention module")
+    if any(other.mask_kind != call.mask_kind for call in calls for other in call.again):
+        raise CaptureError("it is called several times, under masks of different kinds")
+    again = [_as_live(other, module) for call in calls for other in _others(call)]
     calls = [_as_live(call, module) for call in calls]
-    key = (base_class(module), scalars, calls[0].mask_kind, _shapes(calls[0].arguments))
+    key = (base_class(module), scalars, calls[0].mask_kind, _shapes([call.arguments for call in (calls[0], *again)]))
     if key not in cache:
-        traced = [_trace(call, module, training) for call in calls for training in (True, False)]
+        traced = [_trace(call, module, training) for call in (*calls, *again) for training in (True, False)]
         cache[key] = _agree(name, module, traced, calls[0].mask_kind, scalars)
-    return replace(cache[key], name=name)
+    return replace(cache[key], name=name, carrier=carrier)
 
 
 def _as_live(call: SkeletonCall, live: nn.Module) -> SkeletonCall:
@@ -187,7 +204,13 @@ def _as_live(call: SkeletonCall, live: nn.Module) -> SkeletonCall:
     return SkeletonCall(replacement, call.arguments, call.mask_kind)
 
 
-def _shapes(arguments: dict[str, Any]) -> str:
+def _others(call: SkeletonCall) -> list[SkeletonCall]:
+    """Further calls of a module in one forward, those that are not like an earlier one."""
+    by_shapes = {_shapes(other.arguments): other for other in (call, *call.again)}
+    return list(by_shapes.values())[1:]
+
+
+def _shapes(arguments: Any) -> str:
     leaves, _ = torch.utils._pytree.tree_flatten(arguments)
     return str([tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves])
 
@@ -199,6 +222,8 @@ class _Trace:
     arguments: tuple[str, ...]
     leaf: dict[str, Any]
     head_dim: int
+    noise: float
+    counts: bool
 
 
 def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
@@ -210,7 +235,7 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
     skeleton.train(training)
     parameters = inspect.signature(inspect.unwrap(base_class(skeleton).forward)).parameters
     given = {name: value for name, value in call.arguments.items() if name in parameters}
-    examples = {name: value for name, value in given.items() if _has_tensor(value)}
+    examples = {name: x for name, x in given.items() if _has_tensor(x) or isinstance(x, MutableMapping)}
     fixed = {name: value for name, value in given.items() if name not in examples}
     fixed |= {name: None for name in ("attention_mask", *CACHE_NAMES) if name in parameters}
     missing = [
@@ -230,14 +255,64 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
         graph = tracer.trace(root)
         graph.lint()  # a node of another layer's trace: keys and values shared across layers
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        raise CaptureError(f"its forward cannot be traced: {error}") from error
-    leaves = [node for node in graph.nodes if node.target is attention_leaf]
-    if len(leaves) != 1:
-        raise CaptureError(f"it calls attention {len(leaves)} times")
-    query = leaves[0].args[0]
-    return _Trace(
-        graph, graph.python_code("self").src, arguments, tracer.leaf_kwargs[0], query.meta["example"].shape[-1]
-    )
+        mask = "it makes a mask of its own inside its attention module: " if "finfo" in str(error) else ""
+        raise CaptureError(f"{mask}its forward cannot be traced: {error}") from error
+    leaf, head_dim = _common_call(tracer, [node for node in graph.nodes if node.target is attention_leaf])
+    noise = _without_dropout(graph)
+    counts = _counts_tokens(graph, skeleton)
+    return _Trace(graph, graph.python_code("self").src, arguments, leaf, head_dim, noise, counts)
+
+
+def _common_call(tracer: AttentionTracer, leaves: list[fx.Node]) -> tuple[dict[str, Any], int]:
+    """Plain keywords and head size of the attention calls, which must be the same in all of them."""
+    if not leaves:
+        raise CaptureError("it does not call attention")
+    sizes = {leaf.args[0].meta["example"].shape[-1] for leaf in leaves}  # type: ignore[union-attr]
+    if len(sizes) > 1 or any(keywords != tracer.leaf_kwargs[0] for keywords in tracer.leaf_kwargs):
+        raise CaptureError(f"it calls attention {len(leaves)} times, not always with the same keywords and head size")
+    return tracer.leaf_kwargs[0], sizes.pop()
+
+
+def _without_dropout(graph: fx.Graph) -> float:
+    """Take functional dropout out of a graph; its largest rate in training, which the batch is refused for."""
+    rates = [0.0]
+    for node in list(graph.nodes):
+        if node.target is nn.functional.dropout:
+            given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
+            rate, training = given.get("p", 0.5), given.get("training", True)
+            if isinstance(rate, fx.Node) or isinstance(training, fx.Node):
+                raise CaptureError("the rate of a dropout in its forward is computed")
+            rates.append(float(rate) if training else 0.0)
+            node.replace_all_uses_with(given["input"])
+            graph.erase_node(node)
+    return max(rates)
+
+
+def _counts_tokens(graph: fx.Graph, skeleton: nn.Module) -> bool:
+    """Put the columns of tokens where a graph counts its tokens, which are packed; whether it does."""
+    context = next(iter(graph.nodes))
+    tokens = next(node for node in graph.nodes if node.target is attention_leaf).args[0].meta["example"].shape[2]
+    counting = [node for node in graph.nodes if _makes_positions(node, skeleton)]
+    for node in counting:
+        plain = node.target is torch.arange and len(node.args) == 1 and set(node.kwargs) <= {"device"}
+        if not plain or tuple(node.meta["example"].shape) != (tokens,):
+            raise CaptureError(f"its forward counts tokens in a way that is not understood ({node.name})")
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_function(token_columns, (context,)))
+        graph.erase_node(node)
+    return bool(counting)
+
+
+def _makes_positions(node: fx.Node, skeleton: nn.Module) -> bool:
+    """Whether a node numbers tokens by their place: packing changes that."""
+    counters = ("arange", "cumsum")
+    function: Any = node.target
+    if node.op == "call_module":
+        function = base_class(skeleton.get_submodule(str(node.target))).forward
+    if node.op == "call_method" or getattr(torch, getattr(function, "__name__", ""), None) is function:
+        return (node.target if node.op == "call_method" else function.__name__) in counters
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code is not None and any(name in counters for name in code.co_names)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -268,16 +343,17 @@ def _agree(
     window = leaf.pop("sliding_window", None)
     softcap = leaf.pop("softcap", None) or 0.0
     is_causal = leaf.pop("is_causal", None)
-    node = next(node for node in first.graph.nodes if node.target is attention_leaf)
-    unknown = sorted(set(leaf) | (set(node.kwargs) - {"s_aux"}))
-    if leaf.pop("s_aux", None) is None and "s_aux" in unknown:
-        unknown.remove("s_aux")
+    leaf = {name: value for name, value in leaf.items() if value is not None}  # not used
+    tensors = {name for node in first.graph.nodes if node.target is attention_leaf for name in node.kwargs}
+    unknown = sorted(set(leaf) | (tensors - {"s_aux"}))
     if unknown:
         raise CaptureError(f"unknown keyword of the attention call: {', '.join(unknown)}")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise CaptureError("its attention is not causal (is_causal=False)")
     separates, mask_kind = not mask_kind.endswith(UNSEEN), mask_kind.removesuffix(UNSEEN)
-    expected = {"full": None, f"window {window}": window}
+    size = mask_kind.removeprefix("chunks of ")
+    chunk = int(size) if size.isdecimal() and window is None else None
+    expected = {"full": None, f"window {window}": window, f"chunks of {chunk}": None}
     if mask_kind not in expected or expected[mask_kind] != window:
         said = "no window" if window is None else f"a window of {window}"
         raise CaptureError(f"the attention call says {said}, the layer's mask is of kind {mask_kind!r}")
@@ -289,8 +365,11 @@ def _agree(
         scale=float(scale) if scale is not None else first.head_dim**-0.5,
         window=window,
         softcap=float(softcap),
-        sinks="s_aux" in node.kwargs,
+        sinks="s_aux" in tensors,
         dropout=dropout,
         separates=separates,
         scalars=scalars,
+        noise=max(trace.noise for trace in traced),
+        chunk=chunk,
+        counts=first.counts,
     )

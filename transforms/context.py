@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from augtree_fx.tables import AttentionTables
+from augtree_fx.tables import AttentionTables, Chunks, Span
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,16 @@ class ReplayContext:
     """What attention modules need of a batch's tree; passed to them as an argument, never ambient.
 
     Attributes:
-        tables: attention tables by window (``None`` for the whole path).
+        tables: attention tables by window (``None`` for the whole path) or chunks.
         one_level: whether the tree has level 0 alone (rows are equal, or prefixes of one another).
         kernel: requested kernel, ``"auto"`` by default.
+        columns: ``[T]`` int64 column of each packed token in the caller's rows, where a layer asks for it.
     """
 
-    tables: Mapping[int | None, AttentionTables]
+    tables: Mapping[Span, AttentionTables]
     one_level: bool
     kernel: str
+    columns: Tensor | None = None
 
     @property
     def bucket(self) -> tuple[Hashable, ...]:
@@ -39,21 +41,23 @@ class ReplayContext:
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ReplayContext:
         """For layers on another device: the hooks of accelerate move a layer's arguments by this method."""
         moved = {window: tables.to(device, non_blocking) for window, tables in self.tables.items()}
-        if all(moved[window] is tables for window, tables in self.tables.items()):
+        columns = None if self.columns is None else self.columns.to(device, non_blocking=non_blocking)
+        if columns is self.columns and all(moved[window] is tables for window, tables in self.tables.items()):
             return self
-        return replace(self, tables=moved)
+        return replace(self, tables=moved, columns=columns)
 
 
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
-    return leaves, (tuple(context.tables), context.one_level, context.kernel)
+    columns = [] if context.columns is None else [context.columns]
+    return [*leaves, *columns], (tuple(context.tables), context.one_level, context.kernel)
 
 
 def _unflatten(leaves: Iterable[Any], constants: tuple[Any, ...]) -> ReplayContext:
     windows, one_level, kernel = constants
     flat = list(leaves)
     tables = {window: AttentionTables(*flat[3 * place : 3 * place + 3]) for place, window in enumerate(windows)}
-    return ReplayContext(tables, one_level, kernel)
+    return ReplayContext(tables, one_level, kernel, flat[-1] if len(flat) > 3 * len(windows) else None)
 
 
 def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:
@@ -67,7 +71,11 @@ pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="augtree_fx.ReplayContext",
     to_dumpable_context=list,
-    from_dumpable_context=lambda dumped: (tuple(dumped[0]), dumped[1], dumped[2]),
+    from_dumpable_context=lambda dumped: (
+        tuple(Chunks(*span) if isinstance(span, list) else span for span in dumped[0]),
+        dumped[1],
+        dumped[2],
+    ),
     flatten_with_keys_fn=_flatten_with_keys,
 )
 # An exported program keeps its example inputs, which torch.export.load reads as data.

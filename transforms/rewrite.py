@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from augtree_fx.tables import Chunks
 from augtree_fx.transforms.tracer import attention_leaf
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def tree_attention(
     scale: float,
     window: int | None,
     softcap: float,
+    chunk: int | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """What replaces it: every token attends to its node, causally, and to all of its ancestors.
@@ -35,7 +37,7 @@ def tree_attention(
     Args:
         query: ``[1, H, T, D]``; key: ``[1, K, T, D]``; value: ``[1, K, T, E]``, T packed tokens.
         context: tables of the batch's tree.
-        scale, window, softcap: as captured from the call.
+        scale, window, softcap, chunk: as captured from the call and its mask.
         s_aux: ``[H]`` sink logits.
 
     Returns:
@@ -43,7 +45,7 @@ def tree_attention(
     """
     query, key, value = _autocast(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    tables = context.tables[window]
+    tables = context.tables[window if chunk is None else Chunks(chunk)]
     spec = (scale, (window or 0) if tables.kv_index is not None else 0, softcap, context.kernel)
     if tables.kv_index is None and context.one_level:
         out, _ = torch.ops.augtree.prefill_attention(q, k, v, tables.segments, tables.cu_seqlens, s_aux, *spec)
@@ -64,6 +66,16 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
+def token_columns(context: ReplayContext) -> Tensor:
+    """What replaces ``torch.arange(number of tokens)``: each packed token's column in the rows that the caller gave.
+
+    Returns:
+        ``[T]`` int64.
+    """
+    assert context.columns is not None, "a site that counts tokens must have columns"
+    return context.columns
+
+
 def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
     """Replace the attention call of a captured graph in place.
 
@@ -76,10 +88,12 @@ def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
     """
     context = next(iter(graph.nodes))
     found = [node for node in graph.nodes if matched(node)]
+    options: dict[str, Any] = {"scale": site.scale, "window": site.window, "softcap": site.softcap}
+    if site.chunk is not None:
+        options["chunk"] = site.chunk
     for node in found:
-        kwargs: dict[str, Any] = {"scale": site.scale, "window": site.window, "softcap": site.softcap}
         with graph.inserting_before(node):
-            new = graph.call_function(tree_attention, (*node.args, context), {**kwargs, **node.kwargs})
+            new = graph.call_function(tree_attention, (*node.args, context), {**options, **node.kwargs})
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.lint()

@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.tracer import CaptureError, is_norm, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
 # Suffix of a mask's kind when its builder is not given position ids: packed sequences in a row are then not separated.
 UNSEEN = ", positions unseen"
+KEYWORD, MASK = "keyword", "mask"  # what brings the context to an attention module
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
@@ -49,6 +51,10 @@ def is_attention(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def _holds_attention(module: nn.Module) -> bool:
+    return any(is_attention(child) for child in module.modules())
+
+
 def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
     """The stack's list of decoder layers, with its name."""
     for name, child in stack.named_children():
@@ -57,13 +63,40 @@ def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"{type(stack).__name__} has no list of decoder layers; augtree-fx rewrites decoder stacks")
 
 
+def named_layers(stack: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Decoder layers of a stack with their names: of its own list, or of the lists of several inner stacks.
+
+    Raises:
+        ValueError: there are none.
+    """
+    inner = [(name, child) for name, child in stack.named_children() if _has_attention_layers(child)]
+    if any(isinstance(child, nn.ModuleList) and len(child) for child in stack.children()) or len(inner) < 2:
+        list_name, layers = decoder_layers(stack)
+        return [(f"{list_name}.{index}", layer) for index, layer in enumerate(layers)]
+    return [(f"{name}.{layer_name}", layer) for name, child in inner for layer_name, layer in named_layers(child)]
+
+
+def _has_attention_layers(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList) and _holds_attention(child) for child in module.children())
+
+
 @dataclass
 class SkeletonCall:
-    """What an attention module of the skeleton was called with."""
+    """What an attention module of the skeleton was called with.
+
+    Attributes:
+        module: of the skeleton.
+        arguments: by name, without mask and context.
+        mask_kind: kind of the mask.
+        carrier: what brings the context to it, ``KEYWORD`` or ``MASK``, or ``None``.
+        again: further calls in the same forward, of inner stacks that run several times.
+    """
 
     module: nn.Module
     arguments: dict[str, Any]
     mask_kind: str
+    carrier: str | None = None
+    again: list[SkeletonCall] = field(default_factory=list)
 
 
 class _SiteReached(Exception):
@@ -85,45 +118,112 @@ def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
     skeleton = _skeleton(stack)
     masks: dict[int, str] = {}
     calls: dict[str, SkeletonCall] = {}
-    list_name, layers = decoder_layers(skeleton)
-    for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if is_attention(module):
-                module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
-        layer.forward = _until_site(layer)  # type: ignore[assignment]
-    for module in skeleton.modules():
-        if is_norm(module):
-            module.forward = _same_shape  # type: ignore[assignment]
-        if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
-            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
+    _record_in(skeleton, masks, calls)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
     marker = object()
     try:
         forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
+        reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
+        by_mask = set() if all(reached.values()) else _reached_by_mask(stack, ids)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
-    for call in calls.values():
-        if call.arguments.pop(CONTEXT, None) is not marker:
-            call.mask_kind = "lost"
+    for name, call in calls.items():
+        call.carrier = KEYWORD if reached[name] else MASK if name in by_mask else None
+        if any(other.arguments.pop(CONTEXT, None) is not marker for other in call.again) and call.carrier == KEYWORD:
+            call.carrier = None
     return calls
+
+
+def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> None:
+    """Prepare a skeleton so that its forward notes the call of every attention module, and computes little else."""
+    for layer_name, layer in named_layers(skeleton):
+        sites = [(name, module) for name, module in layer.named_modules() if is_attention(module)]
+        for name, module in sites:
+            record = _recorder(f"{layer_name}.{name}", module, masks, calls, last=len(sites) == 1)
+            module.forward = record  # type: ignore[assignment]
+        if len(sites) > 1:
+            _pass_what_fails(layer)
+        layer.forward = _until_site(layer)  # type: ignore[assignment]
+    for module in skeleton.modules():
+        if is_norm(module) and not _holds_attention(module):
+            module.forward = _same_shape  # type: ignore[assignment]
+        if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
+            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
+
+
+def _reached_by_mask(stack: nn.Module, ids: Tensor) -> set[str]:
+    """Attention modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
+    skeleton = _skeleton(stack)
+    probe = ContextMask(None)
+    masks, calls = {id(probe): "probe"}, dict[str, SkeletonCall]()
+    _record_in(skeleton, masks, calls)
+    forward = inspect.unwrap(base_class(stack).forward)
+    forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, attention_mask=probe)
+    return {name for name, call in calls.items() if all(x.mask_kind == "probe" for x in (call, *call.again))}
 
 
 def _same_shape(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden_states
 
 
-def _recorder(name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> Any:
-    parameters = list(inspect.signature(inspect.unwrap(base_class(module).forward)).parameters)[1:]
+def _recorder(
+    name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall], *, last: bool
+) -> Any:
+    """Forward that notes its call and, unless this is the ``last`` site of its layer, goes on with the module's own."""
+    original = inspect.unwrap(base_class(module).forward)
+    parameters = list(inspect.signature(original).parameters)[1:]
+    stand_ins = {"eager_attention_forward": _no_attention, "ALL_ATTENTION_FUNCTIONS": _NoAttention()}
+    unmasked = with_globals(original, stand_ins)  # type: ignore[arg-type]
 
     def record(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         mask = arguments.pop("attention_mask", None)
         kind = "none" if mask is None else masks.get(id(mask), "changed")
-        calls[name] = SkeletonCall(module, arguments, kind)
-        raise _SiteReached
+        if name in calls and not last:
+            raise CaptureError(f"{name} is called twice by its layer")
+        call = SkeletonCall(module, arguments, kind)
+        if name in calls:
+            calls[name].again.append(call)
+        else:
+            calls[name] = call
+        if last:
+            raise _SiteReached
+        return unmasked(module, *args, **kwargs)
 
     return record
+
+
+def _no_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention by its shapes."""
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+class _NoAttention:
+    """Answers every look-up of an attention function."""
+
+    def get_interface(self, *_: Any) -> Any:
+        return _no_attention
+
+    def __getitem__(self, _: str) -> Any:
+        return _no_attention
+
+
+def _pass_what_fails(layer: nn.Module) -> None:
+    """Children of a layer which the meta device cannot run, such as routed experts, return their input."""
+
+    def tolerant(forward: Any) -> Any:
+        def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(hidden_states, *args, **kwargs)
+            except (RuntimeError, NotImplementedError):
+                return hidden_states
+
+        return run
+
+    for child in layer.children():
+        if not _holds_attention(child) and not isinstance(child, nn.ModuleList):
+            child.forward = tolerant(child.forward)
 
 
 def _until_site(layer: nn.Module) -> Any:
@@ -159,10 +259,11 @@ def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]
         return build
 
     window = getattr(skeleton.config, "sliding_window", None)
+    chunk = getattr(skeleton.config, "attention_chunk_size", None)
     return {
         "create_causal_mask": builder("full"),
         "create_sliding_window_causal_mask": builder(f"window {window}"),
-        "create_chunked_causal_mask": builder("chunked"),
+        "create_chunked_causal_mask": builder(f"chunks of {chunk}"),
         "create_bidirectional_mask": builder("bidirectional"),
         "create_recurrent_attention_mask": builder("recurrent"),
     }

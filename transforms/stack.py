@@ -6,20 +6,24 @@ What cannot be shared exactly raises, or runs the original forward and says so o
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import training_rows
 from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
+from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
-from augtree_fx.transforms.skeleton import CONTEXT, decoder_layers
+from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers
 
 logger = logging.getLogger("augtree_fx")
 
@@ -99,7 +103,19 @@ def find_stack(model: Any) -> nn.Module:
             f"{type(model).__name__} is an encoder-decoder model; augtree-fx shares prompts in decoder-only models"
         )
     decoder = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else None
-    return decoder if isinstance(decoder, nn.Module) else model
+    found = decoder if isinstance(decoder, nn.Module) else model
+    return found if _has_layers(found) else _inner_stack(model) or found
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList) and len(child) for child in module.children())
+
+
+def _inner_stack(model: nn.Module) -> nn.Module | None:
+    """The one child that is a text model with decoder layers, if ``get_decoder`` gives something else (a head, say)."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)
+    children = [child for child in model.children() if isinstance(child, PreTrainedModel) and _has_layers(child)]
+    return children[0] if len(children) == 1 and children[0].get_input_embeddings() is embeddings() else None
 
 
 def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -162,7 +178,31 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
     if not layout.shares:
         raise Unshared("")
     _check_rope(stack, layout)
+    _check_columns(state, layout, given)
     return layout
+
+
+def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:
+    """Layers that go by columns: shared tokens must stand in one column, and chunks are those of padded rows."""
+    packed = given.get("attention_mask") is None and given.get("position_ids") is not None
+    chunked = next((site for site in state.sites if site.chunk is not None), None)
+    if packed and chunked is not None:
+        raise Unshared(f"{chunked.name} attends in chunks of the packed row; pad the rows, with an attention_mask")
+    counting = next((site for site in state.sites if site.counts), None)
+    if counting is not None and not _columns_agree(layout):
+        raise Unshared(
+            f"{counting.name} counts the columns of tokens, and equal tokens stand in different ones; pad on the right"
+        )
+
+
+def _columns(layout: TreeLayout) -> np.ndarray:
+    """``[T]`` int64 column of each packed token, that of the first row which has it."""
+    return np.asarray(layout.source % layout.shape[1], dtype=np.int64)
+
+
+def _columns_agree(layout: TreeLayout) -> bool:
+    slots = np.flatnonzero(layout.packed_index >= 0)
+    return bool((_columns(layout)[layout.packed_index[slots]] == slots % layout.shape[1]).all())
 
 
 def _decline(state: StackState, given: Mapping[str, Any]) -> None:
@@ -221,7 +261,7 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
                 f"attention dropout must be 0 in training, {dropout[1]} has {dropout[0]}; rows that share a prompt "
                 "cannot draw different masks on it: set config.attention_dropout = 0.0 before building the model"
             )
-        noise = current_noise(stack)
+        noise = current_noise(stack) or captured_noise(state)
         if noise is not None:
             raise NotImplementedError(
                 f"dropout and router noise must be 0 in training, {noise[0]} has {noise[1]}; rows that share a prompt "
@@ -229,7 +269,7 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
             )
 
 
-_NOISE = ("dropout", "activation_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise", "jitter_noise")
+_NOISE = re.compile("drop|jitter")  # attention dropout has a check of its own
 
 
 def current_noise(stack: nn.Module) -> tuple[str, float] | None:
@@ -239,11 +279,15 @@ def current_noise(stack: nn.Module) -> tuple[str, float] | None:
             if module.p > 0:
                 return name, module.p
             continue
-        for attribute in _NOISE:
-            rate = vars(module).get(attribute)
-            if isinstance(rate, float) and rate > 0:
+        for attribute, rate in vars(module).items():
+            if isinstance(rate, float) and rate > 0 and _NOISE.search(attribute) and attribute != "attention_dropout":
                 return f"{name}.{attribute}".lstrip("."), rate
     return None
+
+
+def captured_noise(state: StackState) -> tuple[str, float] | None:
+    """An attention module with dropout other than that of attention, by capture, with its rate in training."""
+    return next(((site.name, site.noise) for site in state.sites if site.noise > 0), None)
 
 
 def current_dropout(stack: nn.Module, site: AttentionSite) -> float:
@@ -283,7 +327,7 @@ def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
 
 def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
     """Cost model of this stack's layers on a device; routed experts count as far as a token passes through them."""
-    _, layers = decoder_layers(stack)
+    layers = [layer for _, layer in named_layers(stack)]
     config: Any = stack.config
     experts = max(
         getattr(config, "num_local_experts", 0) or 0,
@@ -293,18 +337,24 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
     active = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
     params = sum(
         parameter.numel() * (active if "experts" in name and "shared" not in name else 1.0)
-        for name, parameter in layers.named_parameters()
+        for layer in layers
+        for name, parameter in layer.named_parameters()
     )
     heads, head_dim = attention_heads(config)
     head_dim = getattr(config, "v_head_dim", None) or head_dim
-    dtype = next(layers.parameters()).dtype
+    dtype = next(layers[0].parameters()).dtype
     return CostModel.of_layer(params / len(layers), heads * head_dim, device.type, dtype)
 
 
 def make_context(layout: TreeLayout, state: StackState) -> ReplayContext:
-    """Context of a batch: tables for every window that some layer has."""
-    windows = {site.window for site in state.sites}
-    return ReplayContext({window: layout.tables(window) for window in windows}, layout.num_levels == 1, state.kernel)
+    """Context of a batch: tables for every window or chunk size that some layer has."""
+    tables = {span: layout.tables(span) for span in {site.span for site in state.sites}}
+    columns = None
+    if any(site.counts for site in state.sites):
+        if not _columns_agree(layout):
+            raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
+        columns = torch.from_numpy(_columns(layout)).to(layout.device)
+    return ReplayContext(tables, layout.num_levels == 1, state.kernel, columns)
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
@@ -323,12 +373,14 @@ def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> Pack
         torch.from_numpy(x).to(device, non_blocking=True)
         for x in (layout.input_ids, layout.position_ids, layout.packed_index)
     )
+    context = make_context(layout, state)
+    by_mask = any(site.carrier == MASK for site in state.sites)
     arguments = {
         "input_ids": input_ids[None],
-        "attention_mask": _stand_in(device),
+        "attention_mask": ContextMask(context) if by_mask else _stand_in(device),
         "position_ids": position_ids[None],
         "use_cache": False,
-        CONTEXT: make_context(layout, state),
+        CONTEXT: context,
     }
     return PackedCall(arguments, index, layout.shape, layout.num_tokens)
 

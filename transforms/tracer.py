@@ -6,16 +6,21 @@ keeps its backward), and the call of the attention interface is one leaf.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import Attribute, Proxy
+from torch.utils._pytree import tree_map_only
+
+_MOST_PARAMETERS = 1 << 24  # 64 MiB in float32, of a module that is run with values during capture
 
 
 class CaptureError(Exception):
@@ -43,6 +48,12 @@ class ValueProxy(Proxy):
     def __len__(self) -> int:
         return len(self.node.meta["example"])
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Of a mapping that layers share; the example changes, too, so that later layers find the value."""
+        if not isinstance(self.node.meta["example"], MutableMapping):
+            raise CaptureError("it assigns to a part of a tensor")
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
     def __index__(self) -> int:
         raise CaptureError("a shape is used as a number while tracing")
 
@@ -66,6 +77,7 @@ class AttentionTracer(fx.Tracer):
         self.examples = examples
         self.leaf_kwargs: list[dict[str, Any]] = []
         self.replaced_rotary: set[Callable[..., Any]] = set()
+        self.from_values: set[fx.Node] = set()  # nodes whose examples go back to made-up values, not to shapes alone
         self._evaluating = False
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
@@ -78,6 +90,8 @@ class AttentionTracer(fx.Tracer):
         return (obj[index] for index in range(len(obj.node.meta["example"])))
 
     def to_bool(self, obj: Proxy) -> bool:
+        if obj.node in self.from_values:
+            raise CaptureError("its forward branches on what its inputs hold")
         return bool(obj.node.meta["example"])
 
     def create_arg(self, a: Any) -> Any:
@@ -91,8 +105,31 @@ class AttentionTracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Proxy:
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
-        proxy.node.meta["example"] = self._example(kind, target, args, kwargs)
+        try:
+            proxy.node.meta["example"] = self._example(kind, target, args, kwargs)
+        except (NotImplementedError, RuntimeError):  # the meta device has no values
+            if kind != "call_module":
+                raise
+            proxy.node.meta["example"] = self._example_from_zeros(target, args, kwargs)
+            self.from_values.add(proxy.node)
+        if any(node in self.from_values for node in proxy.node.all_input_nodes):
+            self.from_values.add(proxy.node)
         return proxy
+
+    def _example_from_zeros(self, target: str, args: Any, kwargs: Any) -> Any:
+        """Example of a module that reads values (a router which counts tokens), from zeros in its place."""
+        module = self.root.get_submodule(target)
+        if sum(x.numel() for x in module.parameters()) > _MOST_PARAMETERS:
+            raise CaptureError(f"{target} reads values of its inputs, and is too large to be run for an example")
+        args, kwargs = tree_map_only(torch.Tensor, _zeros, map_aggregate((args, kwargs), _example_of))
+        self._evaluating = True
+        try:
+            filled = copy.deepcopy(module).to_empty(device="cpu")
+            for tensor in (*filled.parameters(), *filled.buffers()):
+                tensor.data.zero_()
+            return tree_map_only(torch.Tensor, lambda x: x.to("meta"), filled.forward(*args, **kwargs))
+        finally:
+            self._evaluating = False
 
     def _example(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         if kind == "placeholder":
@@ -120,6 +157,9 @@ class AttentionTracer(fx.Tracer):
         self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
         """What the traced forward calls instead of an attention function: one leaf node."""
+        if attention_mask is not None:
+            raise CaptureError(f"it makes a mask of its own inside its attention module ({attention_mask})")
+        kwargs.pop("position_ids", None)  # flash attention finds packed sequences by them, nothing else is done
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
         self.leaf_kwargs.append({name: value for name, value in kwargs.items() if name not in tensors})
         return self.create_proxy("call_function", attention_leaf, (query, key, value), tensors), UnusedWeights()
@@ -127,6 +167,10 @@ class AttentionTracer(fx.Tracer):
 
 def _example_of(arg: Any) -> Any:
     return arg.node.meta["example"] if isinstance(arg, Proxy) else arg
+
+
+def _zeros(example: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(example, device="cpu")
 
 
 def is_norm(module: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ from augtree_fx.coverage.overrides import NOT_FROM_TOKENS
 from augtree_fx.coverage.precision import KeepFloat64
 from augtree_fx.transforms import Refusal, find_stack
 from augtree_fx.transforms.install import STATE
-from augtree_fx.transforms.skeleton import decoder_layers
+from augtree_fx.transforms.skeleton import named_layers
 
 EXACT, ORIGINAL, ERROR, SKIPPED = "exact", "original", "error", "skipped"
 STATUSES = (EXACT, ORIGINAL, ERROR, SKIPPED)
@@ -179,7 +179,7 @@ def compare(
 def refusal(model: nn.Module, transform: Callable[..., nn.Module]) -> str:
     """Transform a model in place; why that is refused, or an empty string."""
     try:
-        decoder_layers(find_stack(model))
+        named_layers(find_stack(model))
     except (NotImplementedError, ValueError) as error:
         return str(error)
     try:

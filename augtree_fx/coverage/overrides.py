@@ -169,6 +169,7 @@ _LLAMA_4 = {  # each of its lists names layers of the default depth
     "layer_types": ["chunked_attention", "full_attention"],
     "no_rope_layers": [1, 0],
     "moe_layers": [1],
+    "floor_scale": 4,  # queries are scaled by their column
 }
 _QWEN_4 = {  # the default leaves its indexer unset
     "head_dim": 16,
