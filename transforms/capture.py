@@ -255,6 +255,14 @@ def _traced_root(skeleton: nn.Module, body: Any, arguments: tuple[str, ...], fix
     return root
 
 
+def _drop_position_ids(node: fx.Node, leaf: dict[str, Any]) -> None:
+    """Position ids tell flash kernels where packed rows start, which the tree knows; they say nothing else."""
+    given = node.kwargs.get("position_ids", leaf.get("position_ids"))
+    if given is None or (isinstance(given, fx.Node) and given.op == "placeholder"):
+        leaf.pop("position_ids", None)
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "position_ids"}
+
+
 def _agree(
     name: str, module: nn.Module, traced: list[_Trace], mask_kind: str, scalars: tuple[tuple[str, Any], ...]
 ) -> AttentionSite:
@@ -269,6 +277,7 @@ def _agree(
     softcap = leaf.pop("softcap", None) or 0.0
     is_causal = leaf.pop("is_causal", None)
     node = next(node for node in first.graph.nodes if node.target is attention_leaf)
+    _drop_position_ids(node, leaf)
     unknown = sorted(set(leaf) | (set(node.kwargs) - {"s_aux"}))
     if leaf.pop("s_aux", None) is None and "s_aux" in unknown:
         unknown.remove("s_aux")
