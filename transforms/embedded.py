@@ -86,14 +86,14 @@ class TokenInputs:
         for values in self.compared():
             if not equal_to_source(values, slots, stands_in, self.num_slots):
                 return True
-        for values, marked in self.by_mask.values():
+        for rows, marked in self.by_mask.values():
             place = torch.full((self.num_slots,), -1, dtype=torch.int64, device=layout.device)
             place[marked] = torch.arange(len(marked), device=layout.device)
             mine, theirs = place[slots], place[stands_in]
             if ((mine < 0) != (theirs < 0)).any():
                 return True
             both = mine >= 0
-            if any(not equal_to_source(x, mine[both], theirs[both], len(marked)) for x in values):
+            if any(not equal_to_source(x, mine[both], theirs[both], len(marked)) for x in rows):
                 return True
         return False
 

@@ -129,8 +129,8 @@ def separates_axes(stack: nn.Module, axes: int) -> bool | str:
     for name, call in several.items():
         if name not in plain or call.mask_kind.removesuffix(UNSEEN) != plain[name].mask_kind.removesuffix(UNSEEN):
             return f"{name} is given another mask"
-        positions = [x.arguments.get("position_ids") for x in (plain[name], call)]
-        differ = all(isinstance(x, Tensor) for x in positions) and positions[0].shape != positions[1].shape
+        before, now = plain[name].arguments.get("position_ids"), call.arguments.get("position_ids")
+        differ = isinstance(before, Tensor) and isinstance(now, Tensor) and before.shape != now.shape
         if differ or _shapes_beside_positions(call) != _shapes_beside_positions(plain[name]):
             return f"{name} is called with other shapes than for plain positions"
     return all(not call.mask_kind.endswith(UNSEEN) for call in several.values())
