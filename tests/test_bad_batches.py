@@ -146,7 +146,10 @@ def causal_mask() -> Tensor:
 
 
 UNSHARED: dict[str, tuple[str, Callable[[nn.Module], dict[str, object]]]] = {
-    "embeddings": ("there are no input_ids", lambda m: {"inputs_embeds": m.get_input_embeddings()(IDS)}),
+    "embeddings": (
+        "inputs_embeds take gradients through TanhBackward0",
+        lambda m: {"inputs_embeds": m.get_input_embeddings()(IDS).tanh()},
+    ),
     "4-D mask": ("attention_mask is not a", lambda m: {"input_ids": IDS, "attention_mask": causal_mask()}),
     "extra tensor": (
         "extra tensors are passed to the decoder: bias",

@@ -45,6 +45,7 @@ def single_threaded() -> Iterator[None]:
         ("deepseek_v3", {"full", "MLA"}),
         ("qwen3", {"window", "full", "QK-norm"}),
         ("laguna", {"window", "full", "gated", "QK-norm"}),
+        ("gemma3", {"window", "full", "QK-norm"}),
     ],
 )
 def test_exact_types(model_type: str, kinds: set[str]) -> None:
@@ -59,7 +60,6 @@ def test_exact_types(model_type: str, kinds: set[str]) -> None:
     [
         ("bart", "stack (BartDecoder): its forward takes no position_ids"),
         ("doge", "layers.0 (DogeDecoderLayer): it makes a mask of its own inside its attention module"),
-        ("gemma3", "there are no input_ids (inputs_embeds do not say which tokens are equal)"),
         ("mamba", "stack (MambaModel): its forward takes no position_ids"),
         ("bert", "BertModel has no list of decoder layers; augtree-fx rewrites decoder stacks"),
         ("gemma4_assistant", "it drafts for another model"),

@@ -113,8 +113,14 @@ def _skeleton(stack: nn.Module) -> nn.Module:
         raise CaptureError(f"its class cannot be built from its config: {error}") from error
 
 
-def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
-    """Run the skeleton's own forward up to each layer's attention; note arguments and kind of mask."""
+def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, SkeletonCall]:
+    """Run the skeleton's own forward up to each layer's attention; note arguments and kind of mask.
+
+    Args:
+        stack: the live module.
+        tokens: of the example.
+        axes: how many rows of position ids the example has, as in M-RoPE; 0 for plain ones.
+    """
     skeleton = _skeleton(stack)
     masks: dict[int, str] = {}
     calls: dict[str, SkeletonCall] = {}
@@ -123,7 +129,8 @@ def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
     forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
     marker = object()
     try:
-        forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
+        positions = ids.expand(axes, 1, tokens) if axes else ids
+        forward(skeleton, input_ids=ids, position_ids=positions, use_cache=False, **{CONTEXT: marker})
         reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
         by_mask = set() if all(reached.values()) else _reached_by_mask(stack, ids)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
@@ -161,6 +168,37 @@ def _reached_by_mask(stack: nn.Module, ids: Tensor) -> set[str]:
     forward = inspect.unwrap(base_class(stack).forward)
     forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, attention_mask=probe)
     return {name for name, call in calls.items() if all(x.mask_kind == "probe" for x in (call, *call.again))}
+
+
+def separates_axes(stack: nn.Module, axes: int) -> bool | str:
+    """Whether masks separate packed rows by position ids of so many axes; or why the stack cannot take such.
+
+    The graphs were captured with plain positions: what attention modules are called with must have the same shapes.
+    """
+    tokens = 6
+    try:
+        plain, several = record_calls(stack, tokens), record_calls(stack, tokens, axes)
+    except CaptureError as error:
+        return str(error)
+    for name, call in several.items():
+        if name not in plain or call.mask_kind.removesuffix(UNSEEN) != plain[name].mask_kind.removesuffix(UNSEEN):
+            return f"{name} is given another mask"
+        before, now = plain[name].arguments.get("position_ids"), call.arguments.get("position_ids")
+        differ = isinstance(before, Tensor) and isinstance(now, Tensor) and before.shape != now.shape
+        if differ or _shapes_beside_positions(call) != _shapes_beside_positions(plain[name]):
+            return f"{name} is called with other shapes than for plain positions"
+    return all(not call.mask_kind.endswith(UNSEEN) for call in several.values())
+
+
+def _shapes_beside_positions(call: SkeletonCall) -> list[tuple[str, tuple[int, ...]]]:
+    """Shapes of the tensors that an attention module is given, position ids aside: those may come or not."""
+    given = sorted((name, value) for name, value in call.arguments.items() if name != "position_ids")
+    return [
+        (name, tuple(leaf.shape))
+        for name, value in given
+        for leaf in torch.utils._pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def _same_shape(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -23,7 +23,10 @@ from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_s
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
-from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers
+from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
+from augtree_fx.transforms.layer_masks import OtherMask, padding_of
+from augtree_fx.transforms.provenance import UnknownOrigin
+from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers, separates_axes
 
 logger = logging.getLogger("augtree_fx")
 
@@ -43,6 +46,7 @@ class StackState:
         costs: what a node must save; ``None`` estimates it from the model and device.
         fallbacks: how often the original forward ran, by reason.
         num_shared: how many batches were shared.
+        axes: whether masks look at ``position_ids`` of so many axes, or why the stack cannot take them.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -51,11 +55,12 @@ class StackState:
     costs: CostModel | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
     num_shared: int = 0
+    axes: dict[int, bool | str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
-        return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks)}
+        return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes)}
 
 
 @dataclass(frozen=True)
@@ -139,11 +144,15 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
 def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCall | None:
     """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model."""
     try:
-        layout = decide(stack, state, given)
+        given, tokens = _token_inputs(state, stack, given)
+        layout = decide(stack, state, given, tokens)
     except Unshared as reason:
         _note(state, str(reason))
         return None
     call = pack_layout(stack, state, layout)
+    if tokens is not None:
+        packed = {"inputs_embeds": None, **call.arguments, "input_ids": None, **tokens.packed(layout)}
+        call = replace(call, arguments=packed)
     state.num_shared += 1
     kept = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
     return replace(call, arguments=kept | call.arguments)
@@ -157,17 +166,66 @@ def _note(state: StackState, reason: str) -> None:
     state.fallbacks[reason] = state.fallbacks.get(reason, 0) + 1
 
 
-def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> TreeLayout:
+def _token_inputs(
+    state: StackState, stack: nn.Module, given: dict[str, Any]
+) -> tuple[dict[str, Any], TokenInputs | None]:
+    """What the stack is given for each slot, where token ids do not say it all; the mask as ``[batch, sequence]``.
+
+    Raises:
+        Unshared: it is not known what an argument says about a token.
+    """
+    if not is_embedded(given) or _has_cache(given):
+        return given, None
+    try:
+        embedding: Any = stack.get_input_embeddings
+        mask = given.get("attention_mask")
+        tokens = read_inputs(given, (*_REPLACED, *_PACKING), embedding())
+        if tokens.shape[0] == 1 and mask is not None:
+            raise Unshared("")
+        if isinstance(mask, Mapping):
+            device = next(iter(tokens.by_slot.values())).device
+            given = {**given, "attention_mask": padding_of(mask, state.sites, stack.config, tokens.shape, device)}
+    except (UnknownOrigin, OtherMask) as error:
+        raise Unshared(str(error)) from error
+    if tokens.by_axis is not None:
+        axes = len(tokens.by_axis)
+        if axes not in state.axes:
+            state.axes[axes] = separates_axes(stack, axes)
+        if isinstance(state.axes[axes], str):
+            raise Unshared(f"position_ids have {axes} axes: {state.axes[axes]}")
+    return given, tokens
+
+
+def _has_cache(given: Mapping[str, Any]) -> bool:
+    return bool(given.get("use_cache")) or any(given.get(name) is not None for name in CACHE_NAMES)
+
+
+def decide(
+    stack: nn.Module, state: StackState, given: Mapping[str, Any], tokens: TokenInputs | None = None
+) -> TreeLayout:
     """The layout to run a batch with.
+
+    Args:
+        stack: the module.
+        state: its settings.
+        given: the caller's arguments by name.
+        tokens: what they say about each slot, where that is more than token ids.
 
     Raises:
         Unshared: the original forward is to run.
         ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
     """
     try:
-        _decline(state, given)
+        _decline(state, given, tokens)
         _refuse(stack, state, given)
-        host = training_rows(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if tokens is not None:
+            separates = tokens.by_axis is None or state.axes[len(tokens.by_axis)] is True
+            if mask is None and not separates and any(given.get(name) is not None for name in _PACKING):
+                raise Unshared("rows are packed, and this model's masks do not look at position_ids of several axes")
+            host = tokens.rows(mask, positions, separates)
+        else:
+            host = training_rows(given["input_ids"], mask, positions)
     except (ValueError, NotImplementedError) as error:
         if state.strict:
             raise
@@ -179,6 +237,11 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
         raise Unshared("")
     _check_rope(stack, layout)
     _check_columns(state, layout, given)
+    if tokens is not None:
+        if tokens.by_axis is not None and _rope_kinds(stack) & {"dynamic", "longrope"}:
+            raise Unshared("RoPE is scaled by the longest position, and position_ids have several axes")
+        if tokens.collides(layout):
+            raise Unshared("two different tokens have one fingerprint")
     return layout
 
 
@@ -205,8 +268,8 @@ def _columns_agree(layout: TreeLayout) -> bool:
     return bool((_columns(layout)[layout.packed_index[slots]] == slots % layout.shape[1]).all())
 
 
-def _decline(state: StackState, given: Mapping[str, Any]) -> None:
-    """Calls that are not a forward of whole rows: generation, custom masks, embeddings."""
+def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | None) -> None:
+    """Calls that are not a forward of whole rows: generation, custom masks, tensors of unknown meaning."""
     caches = [given[name] for name in CACHE_NAMES if given.get(name) is not None]
     if caches and torch.is_grad_enabled() and caches[0].get_seq_length() > 0:
         tokens = given.get("input_ids", given.get("inputs_embeds"))
@@ -218,19 +281,13 @@ def _decline(state: StackState, given: Mapping[str, Any]) -> None:
             )
     if caches or given.get("use_cache"):
         raise Unshared("")
-    if given.get("input_ids") is None:
-        raise Unshared("there are no input_ids (inputs_embeds do not say which tokens are equal)")
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise Unshared("attention_mask is not a [batch, sequence] tensor")
-    positions_alone = mask is None and given.get("position_ids") is not None
+    positions_alone = mask is None and given.get("position_ids") is not None and not has_axes(given["position_ids"])
     if positions_alone and not all(site.separates for site in state.sites):
         raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")
-    extra = [
-        name
-        for name, value in given.items()
-        if isinstance(value, Tensor) and value.ndim and name not in (*_REPLACED, *_PACKING)
-    ]
+    extra = other_tensors(given, (*_REPLACED, *_PACKING)) if inputs is None else []
     if extra:
         raise Unshared(f"extra tensors are passed to the decoder: {', '.join(extra)}")
 
@@ -249,10 +306,10 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
         )
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device
-    if given["input_ids"].device != device and device.type != "meta":
+    ids = given.get("input_ids")
+    if ids is not None and ids.device != device and device.type != "meta":
         raise ValueError(
-            f"input_ids are on {given['input_ids'].device}, the model's embedding is on {device}; "
-            "move them with .to(model.device)"
+            f"input_ids are on {ids.device}, the model's embedding is on {device}; move them with .to(model.device)"
         )
     if stack.training:
         dropout = max((current_dropout(stack, site), site.name) for site in state.sites)
@@ -313,8 +370,7 @@ _DROPOUT = {"attention_dropout": None}
 def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
     """Length-dependent RoPE looks at the largest position of the padded batch, which packing may take away."""
     config: Any = stack.config
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = {parameters.get("rope_type")} | {x.get("rope_type") for x in parameters.values() if isinstance(x, dict)}
+    parameters, kinds = getattr(config, "rope_parameters", None) or {}, _rope_kinds(stack)
     limit = getattr(config, "original_max_position_embeddings", None) or parameters.get(
         "original_max_position_embeddings", getattr(config, "max_position_embeddings", layout.shape[1])
     )
@@ -323,6 +379,12 @@ def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
         return
     if "dynamic" in kinds or ("longrope" in kinds and packed <= limit):
         raise Unshared(f"RoPE is scaled by the padded length, {padded}, the longest row has {packed}; drop the padding")
+
+
+def _rope_kinds(stack: nn.Module) -> set[str | None]:
+    config: Any = stack.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return {parameters.get("rope_type")} | {x.get("rope_type") for x in parameters.values() if isinstance(x, dict)}
 
 
 def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
