@@ -57,11 +57,14 @@ def test_exact_types(model_type: str, kinds: set[str]) -> None:
 @pytest.mark.parametrize(
     "model_type, said",
     [
-        ("bart", "stack (BartDecoder): its forward takes no position_ids"),
+        ("musicgen", "stack (MusicgenDecoder): its forward takes no position_ids"),
         ("diffllama", "layers.0 (DiffLlamaDecoderLayer): it calls attention 2 times (and 1 more)"),
         ("gemma3", "there are no input_ids (inputs_embeds do not say which tokens are equal)"),
         ("mamba", "stack (MambaModel): its forward takes no position_ids"),
-        ("bert", "BertModel has no list of decoder layers; augtree-fx rewrites decoder stacks"),
+        (
+            "rembert",
+            "encoder.layer.0 (RemBertLayer): it has no attention module that calls transformers' attention interface",
+        ),
         ("gemma4_assistant", "it drafts for another model"),
     ],
 )

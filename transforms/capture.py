@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
     UNSEEN,
@@ -110,12 +111,14 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     try:
         calls = [record_calls(stack, tokens) for tokens in _EXAMPLE_TOKENS]
     except CaptureError as error:
-        return sites, [Refusal("stack", type(stack).__name__, str(error))]
+        if any(is_attention(module) for module in layers.modules()):
+            return sites, [Refusal("stack", type(stack).__name__, str(error))]
+        calls = []  # what each layer lacks says more
     cache: dict[Any, AttentionSite] = {}
     for index, layer in enumerate(layers):
         layer_name = f"{list_name}.{index}"
         try:
-            name, module = _only_site(layer_name, layer)
+            name, module = _only_site(layer_name, layer, calls)
             inner = name.replace(_CHECKPOINTED, "")
             recorded = [call[inner] for call in calls if inner in call]
             if len(recorded) != len(calls):
@@ -128,7 +131,6 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
 
 def _refuse_stack(stack: nn.Module) -> list[Refusal]:
     config, name = stack.config, type(stack).__name__
-    forward = inspect.unwrap(base_class(stack).forward)
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models are not decoders of one stack")
@@ -136,19 +138,25 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
         reasons.append("its attention is bidirectional")
     if hides_forward(stack):
         reasons.append("an instance has a forward of its own, which hides that of its class")
-    if "position_ids" not in inspect.signature(forward).parameters:
-        reasons.append("its forward takes no position_ids")
-    if "cumsum" in forward.__code__.co_names:
-        reasons.append("it derives position ids from the attention mask")
+    if getattr(stack, "pooler", None) is not None:
+        reasons.append("its pooler reads one token of each row (pooler)")
+    try:
+        position_rule(stack)
+    except CaptureError as error:
+        reasons.append(str(error))
     return [Refusal("stack", name, reason) for reason in reasons]
 
 
-def _only_site(layer_name: str, layer: nn.Module) -> tuple[str, nn.Module]:
+def _only_site(layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]]) -> tuple[str, nn.Module]:
     for child_name, child in layer.named_modules():
         class_name = base_class(child).__name__
         if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
             raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
+    if len(found) > 1:  # cross-attention is not called without states of an encoder, which are never shared
+        found = [
+            (name, x) for name, x in found if any(name.replace(_CHECKPOINTED, "") in call for call in calls)
+        ] or found
     if len(found) != 1:
         raise CaptureError(
             "it has no attention module that calls transformers' attention interface"
@@ -269,11 +277,15 @@ def _agree(
     softcap = leaf.pop("softcap", None) or 0.0
     is_causal = leaf.pop("is_causal", None)
     node = next(node for node in first.graph.nodes if node.target is attention_leaf)
+    if not leaf.get("output_attentions", True):
+        del leaf["output_attentions"]
     unknown = sorted(set(leaf) | (set(node.kwargs) - {"s_aux"}))
     if leaf.pop("s_aux", None) is None and "s_aux" in unknown:
         unknown.remove("s_aux")
     if unknown:
         raise CaptureError(f"unknown keyword of the attention call: {', '.join(unknown)}")
+    if mask_kind.removesuffix(UNSEEN) == "bidirectional":
+        raise CaptureError("its attention is bidirectional")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise CaptureError("its attention is not causal (is_causal=False)")
     separates, mask_kind = not mask_kind.endswith(UNSEEN), mask_kind.removesuffix(UNSEEN)

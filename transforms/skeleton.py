@@ -54,7 +54,22 @@ def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
     for name, child in stack.named_children():
         if isinstance(child, nn.ModuleList) and len(child):
             return name, child
+    inner = _inner_layers(stack)
+    if inner is not None:
+        return inner
     raise ValueError(f"{type(stack).__name__} has no list of decoder layers; augtree-fx rewrites decoder stacks")
+
+
+def _inner_layers(stack: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The list of layers of a stack that keeps it in a child (`encoder.layer`): the only one as near to the stack."""
+    found = [
+        (name, child)
+        for name, child in stack.named_modules()
+        if isinstance(child, nn.ModuleList) and any("Attention" in type(x).__name__ for x in child.modules())
+    ]
+    nearest = min((name.count(".") for name, _ in found), default=0)
+    near = [(name, child) for name, child in found if name.count(".") == nearest]
+    return near[0] if len(near) == 1 else None
 
 
 @dataclass
@@ -70,7 +85,7 @@ class _SiteReached(Exception):
     pass
 
 
-def _skeleton(stack: nn.Module) -> nn.Module:
+def built_skeleton(stack: nn.Module) -> nn.Module:
     """The stack's class on the meta device: shapes without weights."""
     config = copy.deepcopy(stack.config)
     try:
@@ -82,25 +97,29 @@ def _skeleton(stack: nn.Module) -> nn.Module:
 
 def record_calls(stack: nn.Module, tokens: int) -> dict[str, SkeletonCall]:
     """Run the skeleton's own forward up to each layer's attention; note arguments and kind of mask."""
-    skeleton = _skeleton(stack)
+    skeleton = built_skeleton(stack)
     masks: dict[int, str] = {}
     calls: dict[str, SkeletonCall] = {}
     list_name, layers = decoder_layers(skeleton)
     for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if is_attention(module):
-                module.forward = _recorder(f"{list_name}.{index}.{name}", module, masks, calls)  # type: ignore[assignment]
-        layer.forward = _until_site(layer)  # type: ignore[assignment]
+        sites = {f"{list_name}.{index}.{name}": x for name, x in layer.named_modules() if is_attention(x)}
+        for name, module in sites.items():
+            module.forward = _recorder(name, module, masks, calls)  # type: ignore[assignment]
+            if len(sites) > 1:  # which of them are called: cross-attention is not, without states of an encoder
+                module.forward = _passing(module.forward)  # type: ignore[assignment]
+        layer.forward = _until_site(layer) if len(sites) < 2 else _past_sites(layer, sites, calls)  # type: ignore[assignment]
     for module in skeleton.modules():
-        if is_norm(module):
+        if is_norm(module) and not any(map(is_attention, module.modules())):  # some are named after all they hold
             module.forward = _same_shape  # type: ignore[assignment]
         if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
+    forward = stack_function(stack, skeleton, masks)
     marker = object()
+    takes = "position_ids" in inspect.signature(forward).parameters
+    positions = {"position_ids": ids} if takes else {}
     try:
-        forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, **{CONTEXT: marker})
+        forward(skeleton, input_ids=ids, use_cache=False, **positions, **{CONTEXT: marker})
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
     for call in calls.values():
@@ -137,6 +156,51 @@ def _until_site(layer: nn.Module) -> Any:
         return hidden_states
 
     return run
+
+
+def _passing(record: Any) -> Any:
+    """A recorder that returns what goes on through the layer: hidden states, and no weights."""
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        try:
+            record(hidden_states, *args, **kwargs)
+        except _SiteReached:
+            pass
+        return hidden_states, None
+
+    return run
+
+
+def _past_sites(layer: nn.Module, sites: dict[str, nn.Module], calls: dict[str, SkeletonCall]) -> Any:
+    """Run a layer of several attention modules to its end; where that fails, all of them count as called."""
+    forward = layer.forward
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            forward(hidden_states, *args, **kwargs)
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+            for name, module in sites.items():
+                calls.setdefault(name, SkeletonCall(module, {}, "lost"))
+        return hidden_states
+
+    return run
+
+
+def stack_function(stack: nn.Module, skeleton: nn.Module, masks: dict[int, str]) -> types.FunctionType:
+    """The stack's forward, for its skeleton; stand-ins for mask builders, also in methods that it calls."""
+    builders = _mask_builders(skeleton, masks)
+    forward = inspect.unwrap(base_class(stack).forward)
+    for name in forward.__code__.co_names:
+        method = inspect.getattr_static(base_class(stack), name, None)
+        if inspect.isfunction(method) and builders.keys() & {*inspect.unwrap(method).__code__.co_names}:
+            bound = types.MethodType(with_globals(inspect.unwrap(method), builders), skeleton)
+            setattr(skeleton, name, bound)
+    skeleton.warn_if_padding_and_no_attention_mask = _nothing  # type: ignore[assignment]  # it reads token ids
+    return with_globals(forward, builders)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]:

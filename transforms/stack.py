@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
-from augtree_fx.rows import training_rows
+from augtree_fx.rows import HostRows, padded_rows, training_rows
 from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
+from augtree_fx.transforms.positions import PositionRule, call_packed
 from augtree_fx.transforms.skeleton import CONTEXT, decoder_layers
 
 logger = logging.getLogger("augtree_fx")
@@ -39,6 +40,7 @@ class StackState:
         costs: what a node must save; ``None`` estimates it from the model and device.
         fallbacks: how often the original forward ran, by reason.
         num_shared: how many batches were shared.
+        positions: which positions tokens get by default, and how the stack takes others.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -47,6 +49,7 @@ class StackState:
     costs: CostModel | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
     num_shared: int = 0
+    positions: PositionRule = PositionRule()
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
@@ -108,15 +111,15 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
     Args:
         stack: the module.
         state: its settings.
-        original: the forward that it had.
+        original: the forward that it had, of its class.
         given: the caller's arguments by name.
     """
     if given.get(CONTEXT) is not None:  # an explicit layout: the caller packed the batch
-        return original(**given)
+        return call_packed(stack, state.positions, original, given)
     packed = pack(stack, state, given)
     if packed is None:
-        return original(**given)
-    return packed.show(original(**packed.arguments))
+        return original(stack, **given)
+    return packed.show(call_packed(stack, state.positions, original, packed.arguments))
 
 
 @torch.compiler.disable
@@ -151,7 +154,7 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
     try:
         _decline(state, given)
         _refuse(stack, state, given)
-        host = training_rows(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
+        host = _rows(state, given)
     except (ValueError, NotImplementedError) as error:
         if state.strict:
             raise
@@ -163,6 +166,20 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
         raise Unshared("")
     _check_rope(stack, layout)
     return layout
+
+
+def _rows(state: StackState, given: Mapping[str, Any]) -> HostRows:
+    """Rows of a batch, with the positions that the stack itself would give them where the caller gives none."""
+    ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    assert ids is not None
+    fits = ids.ndim == 2 and (mask is None or mask.shape == ids.shape)
+    derived = state.positions.of(ids, mask) if positions is None and fits else None
+    if derived is None:
+        return training_rows(ids, mask, positions)
+    try:
+        return padded_rows(ids, mask, derived)
+    except ValueError as error:
+        raise ValueError(f"{error} (this model counts positions by the {state.positions.counts})") from error
 
 
 def _decline(state: StackState, given: Mapping[str, Any]) -> None:
@@ -183,6 +200,8 @@ def _decline(state: StackState, given: Mapping[str, Any]) -> None:
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise Unshared("attention_mask is not a [batch, sequence] tensor")
+    if given.get("position_ids") is not None and state.positions.table is not None:
+        raise Unshared("this model takes no position_ids")
     positions_alone = mask is None and given.get("position_ids") is not None
     if positions_alone and not all(site.separates for site in state.sites):
         raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")
