@@ -2,7 +2,9 @@
 
 import copy
 import io
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,9 @@ from transformers.models.roberta import modeling_roberta
 
 import augtree_fx
 from augtree_fx import CostModel, TreeLayout
+from augtree_fx.__main__ import main as command_line
 from augtree_fx.coverage import tiny
+from augtree_fx.coverage.check import check
 from augtree_fx.coverage.overrides import OVERRIDES
 from augtree_fx.transforms import find_stack
 from augtree_fx.transforms.positions import COLUMNS, IDS, MASK, PositionRule, position_rule
@@ -284,3 +288,51 @@ def test_an_explicit_layout(model_type: str) -> None:
     packed = augtree_fx.pack(model, TreeLayout.from_padded(ROWS, costs=CostModel.free()))
     logits = packed.show(model(**packed.arguments)).logits
     torch.testing.assert_close(logits, plain(ROWS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_explain_counts_as_the_stack_does() -> None:
+    """Left-padded rows of unequal length share a prompt only if padding is not counted."""
+    batch = padded(rollout(2), "left")
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    for model in (built("roberta"), shared(built("roberta"))):
+        assert augtree_fx.explain(model, **given).layout.shares
+    by_columns = TreeLayout.from_padded(**given, costs=CostModel.free())
+    by_tokens = augtree_fx.explain(shared(built("roberta")), **given).layout
+    assert by_tokens.num_tokens < by_columns.num_tokens
+
+
+@pytest.mark.parametrize(
+    "model_type, padding, said",
+    [
+        (
+            "roberta",
+            "right",
+            "nothing was shared: position_ids must not decrease inside a row",
+        ),  # it has the padding id
+        ("opt", "left", "exact and shared"),
+        ("bert", "left", "exact and shared"),
+        ("bart", "right", "exact and shared"),
+        ("bart", "left", "nothing was shared: the model takes no position_ids"),
+    ],
+)
+def test_verify(model_type: str, padding: str, said: str, tmp_path: Path) -> None:
+    tiny.tiny_config(model_type).save_pretrained(tmp_path)
+    shape = ["--shape", "80x4x12", "--shape", "64x3x20", "--warm-ups", "0", "--padding", padding]
+    chosen = ["--class", "AutoModelForCausalLM", "--share-all"]
+    command_line(["verify", "--config", str(tmp_path), "--random", *chosen, *shape, "--json", str(tmp_path / "out")])
+    assert json.loads((tmp_path / "out").read_text())["verdict"].startswith(said)
+
+
+def test_layers_held_by_a_child_that_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_roberta.RobertaEncoder.forward
+
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shift = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None, :, None]
+        return original(self, hidden_states + shift, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_roberta.RobertaEncoder, "forward", forward)
+    assert refusal(built("roberta")) == "stack (RobertaModel): encoder makes position ids of its own"
+
+
+def test_a_block_named_after_the_norms_that_it_holds_with_its_attention() -> None:
+    assert check("dbrx").status == "exact"

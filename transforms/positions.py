@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from augtree_fx.rows import HostRows, padded_rows, training_rows
 from augtree_fx.transforms.skeleton import base_class, built_skeleton, decoder_layers, stack_function
 from augtree_fx.transforms.tracer import CaptureError, is_norm
 
@@ -51,6 +52,21 @@ class PositionRule:
             mask = input_ids.ne(self.padding_id).long()
         return (mask.cumsum(1) * mask).long() + (self.first - 1)
 
+    def rows(self, input_ids: Any, attention_mask: Tensor | None, position_ids: Tensor | None) -> HostRows:
+        """Rows of a batch, with the positions that the stack itself gives them where the caller gives none.
+
+        Raises:
+            TypeError, ValueError: as `training_rows`; or the stack's own positions decrease inside a row.
+        """
+        fits = input_ids.ndim == 2 and (attention_mask is None or attention_mask.shape == input_ids.shape)
+        derived = self.of(input_ids, attention_mask) if position_ids is None and fits else None
+        if derived is None:
+            return training_rows(input_ids, attention_mask, position_ids)
+        try:
+            return padded_rows(input_ids, attention_mask, derived)
+        except ValueError as error:
+            raise ValueError(f"{error} (this model counts positions by the {self.counts})") from error
+
 
 def position_rule(stack: nn.Module) -> PositionRule:
     """How a decoder stack counts positions.
@@ -59,6 +75,11 @@ def position_rule(stack: nn.Module) -> PositionRule:
         CaptureError: it cannot be told, or no way is known to hand it the positions of a packed row.
     """
     forward = inspect.unwrap(base_class(stack).forward)
+    list_name, _ = decoder_layers(stack)
+    for name, module in stack.named_modules():
+        holds_layers = name and list_name.startswith(f"{name}.")
+        if holds_layers and {"arange", "cumsum"} & {*inspect.unwrap(base_class(module).forward).__code__.co_names}:
+            raise CaptureError(f"{name} makes position ids of its own")
     takes = "position_ids" in inspect.signature(forward).parameters
     if not _tables(stack) and "cumsum" not in forward.__code__.co_names:
         if not takes:
@@ -273,6 +294,7 @@ def _with_table(stack: nn.Module, rule: PositionRule, original: Callable[..., An
     vars(view).update(vars(stack))
     table = GivenPositions(stack.get_submodule(rule.table), positions[0] if rule.ndim == 1 else positions)
     vars(view)["_modules"] = {**stack._modules, rule.table: table}
-    output = original(view, **given)
-    vars(stack).update({name: value for name, value in vars(view).items() if name != "_modules"})
-    return output
+    try:
+        return original(view, **given)
+    finally:  # what a forward notes on itself: that its layers have hooks now
+        vars(stack).update({name: value for name, value in vars(view).items() if name != "_modules"})

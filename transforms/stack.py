@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
-from augtree_fx.rows import HostRows, padded_rows, training_rows
 from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
@@ -154,7 +153,7 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
     try:
         _decline(state, given)
         _refuse(stack, state, given)
-        host = _rows(state, given)
+        host = state.positions.rows(*(given.get(x) for x in ("input_ids", "attention_mask", "position_ids")))
     except (ValueError, NotImplementedError) as error:
         if state.strict:
             raise
@@ -166,20 +165,6 @@ def decide(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> Tre
         raise Unshared("")
     _check_rope(stack, layout)
     return layout
-
-
-def _rows(state: StackState, given: Mapping[str, Any]) -> HostRows:
-    """Rows of a batch, with the positions that the stack itself would give them where the caller gives none."""
-    ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    assert ids is not None
-    fits = ids.ndim == 2 and (mask is None or mask.shape == ids.shape)
-    derived = state.positions.of(ids, mask) if positions is None and fits else None
-    if derived is None:
-        return training_rows(ids, mask, positions)
-    try:
-        return padded_rows(ids, mask, derived)
-    except ValueError as error:
-        raise ValueError(f"{error} (this model counts positions by the {state.positions.counts})") from error
 
 
 def _decline(state: StackState, given: Mapping[str, Any]) -> None:
