@@ -23,7 +23,7 @@ from augtree_fx.coverage import tiny
 from augtree_fx.coverage.check import check
 from augtree_fx.coverage.overrides import OVERRIDES
 from augtree_fx.transforms import find_stack
-from augtree_fx.transforms.positions import COLUMNS, IDS, MASK, PositionRule, position_rule
+from augtree_fx.transforms.positions import COLUMNS, IDS, MASK, PositionRule, call_packed, position_rule
 
 # Float64 throughout: 2.2e-16 a rounding, and 500 tokens to sum over; a bias of keys has no gradient but rounding, and
 # is measured by the largest gradient (`parity`), which leaves 1e-10. Positions that are off by one show at 1e-2.
@@ -124,10 +124,32 @@ def test_positions_given_to_a_stack_that_counts_tokens() -> None:
         ("roberta", PositionRule(IDS, 1)),
         ("opt", PositionRule(MASK, 0)),
         ("bart", PositionRule(table="embed_positions", ndim=1)),
+        ("mvp", PositionRule(table="embed_positions", ndim=1)),
+        ("roformer", PositionRule(table="encoder.embed_positions", ndim=1)),
     ],
 )
 def test_rules(model_type: str, rule: PositionRule) -> None:
     assert position_rule(find_stack(built(model_type))) == rule
+
+
+@pytest.mark.parametrize("model_type", ["bart", "mvp", "marian", "roformer"])
+def test_a_table_is_told_the_positions_of_a_packed_row(model_type: str) -> None:
+    """Also one that makes its own, and one in a child: every row of it that is looked up, and nothing else changes."""
+    stack = find_stack(built(model_type)).eval()
+    rule = position_rule(stack)
+    table = stack.get_submodule(rule.table)
+    found = []
+    table.register_forward_hook(lambda module, args, output: found.append(output.reshape(-1, output.shape[-1])))
+    ids, packed = torch.tensor([[5, 6, 7, 8, 9, 7, 8]]), torch.tensor([[0, 1, 2, 3, 4, 2, 3]])
+    forward = type(stack).forward
+    plain = forward(stack, ids, use_cache=False)[0]
+    columns = call_packed(
+        stack, rule, forward, {"input_ids": ids, "position_ids": torch.arange(7)[None], "use_cache": False}
+    )[0]
+    torch.testing.assert_close(columns, plain, rtol=0, atol=0)
+    call_packed(stack, rule, forward, {"input_ids": ids, "position_ids": packed, "use_cache": False})
+    torch.testing.assert_close(found[2], found[0][packed[0]], rtol=0, atol=0)
+    assert stack.get_submodule(rule.table) is table
 
 
 @pytest.mark.parametrize("counts, expected", [(COLUMNS, [3, 4, 5, 6]), (MASK, [2, 3, 4, 2]), (IDS, [3, 4, 2, 5])])
@@ -180,8 +202,37 @@ def test_position_ids_that_are_changed_on_the_way_are_refused(monkeypatch: pytes
     assert "is not given the stack's position_ids as they are" in refusal(built("roberta"))
 
 
-def test_a_table_that_makes_its_own_positions_is_refused() -> None:
-    assert "embed_positions makes position ids of its own" in refusal(built("mvp"))
+def test_a_replaced_table_is_refused() -> None:
+    class Other(modeling_bart.BartLearnedPositionalEmbedding):
+        def forward(self, input_ids: Any, cache_length: int = 0, position_ids: Any = None) -> Tensor:
+            return super().forward(input_ids, cache_length, position_ids) + 1
+
+    model = built("bart")
+    find_stack(model).embed_positions.__class__ = Other
+    assert "embed_positions was replaced by Other, whose positions are not known" in refusal(model)
+
+
+def test_positions_of_a_model_without_data_are_refused() -> None:
+    assert "is on the meta device; transform the model when it has its weights" in refusal(built("bert").to("meta"))
+
+
+def test_a_second_table_that_would_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, original = modeling_bart.BartDecoder.__init__, modeling_bart.BartDecoder.forward
+
+    def init(self: nn.Module, config: Any) -> None:
+        build(self, config)
+        self.more = nn.Embedding(64, 64)
+
+    def forward(self: nn.Module, input_ids: Any = None, **kwargs: Any) -> Any:
+        self.more(torch.arange(input_ids.shape[1], device=input_ids.device))
+        return original(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(modeling_bart.BartDecoder, "__init__", init)
+    monkeypatch.setattr(modeling_bart.BartDecoder, "forward", forward)
+    assert "takes no position_ids, and looks up more by them too" in refusal(built("bart"))
+
+
+def test_a_stack_that_cannot_be_told_positions_is_refused() -> None:
     assert refusal(built("musicgen")) == "stack (MusicgenDecoder): its forward takes no position_ids"
 
 

@@ -29,7 +29,7 @@ class PositionRule:
         counts: what is counted: columns, tokens by the attention mask, or tokens by ids (padding is left out).
         first: position of a row's first token.
         padding_id: token id that is not counted, for ``"token ids"``.
-        table: name of the child that is told the positions, if the stack's forward takes none.
+        table: name of the module that is told the positions, if the stack's forward takes none.
         ndim: dimensions of the positions that the stack gives it: ``[T]`` or ``[1, T]``.
     """
 
@@ -81,11 +81,15 @@ def position_rule(stack: nn.Module) -> PositionRule:
         if holds_layers and {"arange", "cumsum"} & {*inspect.unwrap(base_class(module).forward).__code__.co_names}:
             raise CaptureError(f"{name} makes position ids of its own")
     takes = "position_ids" in inspect.signature(forward).parameters
-    if not _tables(stack) and "cumsum" not in forward.__code__.co_names:
+    counts = "cumsum" in forward.__code__.co_names
+    probe = _Probe(stack) if counts or _tables(stack) else None
+    if probe is None or not (counts or probe.tables):  # a rotary embedding may have been replaced by one of any name
         if not takes:
             raise CaptureError("its forward takes no position_ids")
         return PositionRule()
-    probe = _Probe(stack)
+    for name, table in probe.tables.items():
+        if (live := base_class(stack.get_submodule(name))) is not base_class(table):
+            raise CaptureError(f"{name} was replaced by {live.__name__}, whose positions are not known")
     rule = _matching_rule(probe, padding_id=getattr(stack.config, "pad_token_id", None))
     if takes:
         packed = torch.tensor([[0, 1, 2, 3, 2, 3, 4, 1]]) + rule.first
@@ -96,7 +100,10 @@ def position_rule(stack: nn.Module) -> PositionRule:
     if len(probe.told) != 1:
         raise CaptureError("its forward takes no position_ids, and gives none to a table of positions")
     (table, ndim), *_ = probe.told.items()
-    if rule.counts != COLUMNS or "." in table:
+    others = probe.looked_up(probe.ids, probe.mask, None).keys() - {table}
+    if others:
+        raise CaptureError(f"its forward takes no position_ids, and looks up {', '.join(sorted(others))} by them too")
+    if rule.counts != COLUMNS:
         raise CaptureError(f"its forward takes no position_ids, and {table} is given them by {rule.counts}")
     return PositionRule(rule.counts, rule.first, rule.padding_id, table, ndim)
 
@@ -145,7 +152,7 @@ class _Probe:
             if not found:
                 raise CaptureError("its table of positions is not asked for any") from None
             return found
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
             raise CaptureError(f"the position ids that it makes cannot be followed: {error}") from error
         raise CaptureError("its forward does not reach its layers")
 
@@ -155,9 +162,11 @@ class _Probe:
         live = dict(self._stack.named_buffers())
         for name, buffer in list(skeleton.named_buffers()):
             if not buffer.is_floating_point() and name in live and not f"{name}.".startswith(f"{list_name}."):
+                if live[name].is_meta:
+                    raise CaptureError(f"{name} is on the meta device; transform the model when it has its weights")
                 owner, _, attribute = name.rpartition(".")
                 skeleton.get_submodule(owner)._buffers[attribute] = live[name].detach().cpu()
-        tables = _tables(skeleton)
+        self.tables = tables = _tables(skeleton)
         embeddings: Any = skeleton.get_input_embeddings
         for name, module in skeleton.named_modules():
             if f"{name}.".startswith(f"{list_name}."):
@@ -174,9 +183,9 @@ class _Probe:
                 module.forward = _same  # type: ignore[assignment]
         layers[0].forward = _stop  # type: ignore[assignment]
 
-    def note(self, name: str, positions: Tensor) -> None:
-        """A table was given position ids."""
-        self.told[name] = positions.ndim
+    def note(self, name: str, positions: Tensor, ndim: int) -> None:
+        """A table was given position ids, or made them; it takes them with so many dimensions."""
+        self.told[name] = ndim
         self._asked[name] = positions
 
 
@@ -221,7 +230,7 @@ class _Table:
     """A module that takes position ids: notes them, or, given none, runs to the tables inside of it."""
 
     def __init__(self, name: str, module: nn.Module, probe: _Probe) -> None:
-        self._name, self._probe = name, probe
+        self._name, self._module, self._probe = name, module, probe
         self._forward: Callable[..., Any] = module.forward
         self._inner = any(isinstance(child, nn.Embedding) for child in list(module.modules())[1:])
 
@@ -230,11 +239,29 @@ class _Table:
         if self._inner:
             return self._forward(*args, **kwargs)
         if positions is None:
-            raise CaptureError(f"{self._name} makes position ids of its own")
+            positions, ndim = self._own(*args, **kwargs), 1
+        else:
+            ndim = positions.ndim
         if self._name in self._probe.told and self._name in self._probe._asked:
             raise CaptureError(f"{self._name} is called twice")
-        self._probe.note(self._name, positions)
-        return torch.zeros(1)  # broadcasts
+        self._probe.note(self._name, positions, ndim)
+        width = getattr(self._module, "embedding_dim", None)
+        return torch.zeros(1) if width is None else torch.zeros(*positions.shape, width)  # which broadcast
+
+    def _own(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The positions that an embedding makes itself, in terms of the ``[T]`` positions that it also takes."""
+        if not isinstance(self._module, nn.Embedding):
+            raise CaptureError(f"{self._name} makes position ids of its own")
+        numbers = torch.arange(self._module.num_embeddings, dtype=torch.float64)[:, None]
+        self._module.weight = nn.Parameter(numbers, requires_grad=False)  # each row says its number
+        index = self._forward(*args, **kwargs)[..., 0].long()
+        given = torch.tensor([0, 1, 2, 3, 2, 3, 4, 1])
+        bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments | {"position_ids": given}
+        looked_up = self._forward(**bound)[..., 0].long()
+        shift = looked_up.flatten()[0]
+        if looked_up.ndim != index.ndim or not torch.equal(looked_up.flatten(), given + shift):
+            raise CaptureError(f"{self._name} does not take position ids of one row")
+        return index - shift
 
 
 def _matching_rule(probe: _Probe, padding_id: int | None) -> PositionRule:
@@ -284,16 +311,24 @@ def call_packed(stack: nn.Module, rule: PositionRule, original: Callable[..., An
     return _with_table(stack, rule, original, arguments)
 
 
+def _view(module: nn.Module, path: str, table: nn.Module) -> nn.Module:
+    """A copy of a module that shares everything but the child at a path, and what holds that."""
+    name, _, rest = path.partition(".")
+    view = object.__new__(type(module))
+    vars(view).update(vars(module))
+    child = _view(module.get_submodule(name), rest, table) if rest else table
+    vars(view)["_modules"] = {**module._modules, name: child}
+    return view
+
+
 @torch.compiler.disable
 def _with_table(stack: nn.Module, rule: PositionRule, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """A copy of the stack that shares all but the table: the positions are passed, and the stack is not touched."""
     assert rule.table is not None
     given = {name: value for name, value in arguments.items() if name != "position_ids"}
     positions = arguments["position_ids"]
-    view = object.__new__(type(stack))
-    vars(view).update(vars(stack))
     table = GivenPositions(stack.get_submodule(rule.table), positions[0] if rule.ndim == 1 else positions)
-    vars(view)["_modules"] = {**stack._modules, rule.table: table}
+    view = _view(stack, rule.table, table)
     try:
         return original(view, **given)
     finally:  # what a forward notes on itself: that its layers have hooks now
