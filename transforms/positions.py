@@ -87,8 +87,8 @@ def position_rule(stack: nn.Module) -> PositionRule:
         if not takes:
             raise CaptureError("its forward takes no position_ids")
         return PositionRule()
-    for name, table in probe.tables.items():
-        if (live := base_class(stack.get_submodule(name))) is not base_class(table):
+    for name, module in probe.tables.items():
+        if (live := base_class(stack.get_submodule(name))) is not base_class(module):
             raise CaptureError(f"{name} was replaced by {live.__name__}, whose positions are not known")
     rule = _matching_rule(probe, padding_id=getattr(stack.config, "pad_token_id", None))
     if takes:
