@@ -16,10 +16,10 @@ from augtree_fx.kernels.problem import Problem
 from augtree_fx.layout import TreeLayout
 from augtree_fx.plan import Candidate, candidates
 from augtree_fx.reference import AttentionSpec
-from augtree_fx.rows import training_rows
 from augtree_fx.tables import Calls, decode_calls
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.positions import PositionRule, position_rule
 from augtree_fx.transforms.stack import estimated_costs
 
 
@@ -147,12 +147,12 @@ def explain(
         state = getattr(stack, STATE)
     else:
         sites, refusals = capture_stack(stack)
-        state = StackState(tuple(sites))
+        state = StackState(tuple(sites), positions=PositionRule() if refusals else position_rule(stack))
     layout: TreeLayout | None = None
     plan: tuple[Candidate, ...] = ()
     calls: tuple[tuple[str, ...], ...] = ()
     if input_ids is not None:
-        host = training_rows(input_ids, attention_mask, position_ids)
+        host = state.positions.rows(input_ids, attention_mask, position_ids)
         costs = state.costs or estimated_costs(stack, host.device)
         layout = TreeLayout.from_rows(host, costs=costs)
         plan = candidates(host, costs, stack.config)

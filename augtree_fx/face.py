@@ -12,6 +12,7 @@ from augtree_fx.costs import CostModel
 from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
 from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.stack import PackedCall, pack_layout
 
 logger = logging.getLogger("augtree_fx")
@@ -70,7 +71,7 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
         return model
     if is_installed(stack):
         uninstall(stack)
-    install(stack, sites, StackState(tuple(sites), kernel=kernel, strict=strict, costs=costs))
+    install(stack, sites, StackState(tuple(sites), kernel, strict, costs, positions=position_rule(stack)))
     return model
 
 

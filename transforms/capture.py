@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from augtree_fx.tables import Chunks, Span
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.rewrite import token_columns
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
@@ -127,11 +128,13 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     try:
         calls = [record_calls(stack, tokens) for tokens in _EXAMPLE_TOKENS]
     except CaptureError as error:
-        return sites, [Refusal("stack", type(stack).__name__, str(error))]
+        if any(is_attention(module) for _, layer in layers for module in layer.modules()):
+            return sites, [Refusal("stack", type(stack).__name__, str(error))]
+        calls = []  # what each layer lacks says more
     cache: dict[Any, AttentionSite] = {}
     for layer_name, layer in layers:
         try:
-            for name, module in _sites_of(layer_name, layer):
+            for name, module in _sites_of(layer_name, layer, calls):
                 inner = name.replace(_CHECKPOINTED, "")
                 recorded = [call[inner] for call in calls if inner in call]
                 if len(recorded) != len(calls):
@@ -144,7 +147,6 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
 
 def _refuse_stack(stack: nn.Module) -> list[Refusal]:
     config, name = stack.config, type(stack).__name__
-    forward = inspect.unwrap(base_class(stack).forward)
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models are not decoders of one stack")
@@ -152,19 +154,24 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
         reasons.append("its attention is bidirectional")
     if hides_forward(stack):
         reasons.append("an instance has a forward of its own, which hides that of its class")
-    if "position_ids" not in inspect.signature(forward).parameters:
-        reasons.append("its forward takes no position_ids")
-    if "cumsum" in forward.__code__.co_names:
-        reasons.append("it derives position ids from the attention mask")
+    if getattr(stack, "pooler", None) is not None:
+        reasons.append("its pooler reads one token of each row (pooler)")
+    try:
+        position_rule(stack)
+    except CaptureError as error:
+        reasons.append(str(error))
     return [Refusal("stack", name, reason) for reason in reasons]
 
 
-def _sites_of(layer_name: str, layer: nn.Module) -> list[tuple[str, nn.Module]]:
+def _sites_of(layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]]) -> list[tuple[str, nn.Module]]:
     for child_name, child in layer.named_modules():
         class_name = base_class(child).__name__
         if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
             raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
+    if len(found) > 1:  # cross-attention is not called without states of an encoder, which are never shared
+        called = [(name, x) for name, x in found if any(name.replace(_CHECKPOINTED, "") in call for call in calls)]
+        found = called or found
     if not found:
         raise CaptureError("it has no attention module that calls transformers' attention interface")
     for name, child in found:
@@ -343,11 +350,15 @@ def _agree(
     window = leaf.pop("sliding_window", None)
     softcap = leaf.pop("softcap", None) or 0.0
     is_causal = leaf.pop("is_causal", None)
+    if not leaf.get("output_attentions", True):
+        del leaf["output_attentions"]
     leaf = {name: value for name, value in leaf.items() if value is not None}  # not used
     tensors = {name for node in first.graph.nodes if node.target is attention_leaf for name in node.kwargs}
     unknown = sorted(set(leaf) | (tensors - {"s_aux"}))
     if unknown:
         raise CaptureError(f"unknown keyword of the attention call: {', '.join(unknown)}")
+    if mask_kind.removesuffix(UNSEEN) == "bidirectional":
+        raise CaptureError("its attention is bidirectional")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise CaptureError("its attention is not causal (is_causal=False)")
     separates, mask_kind = not mask_kind.endswith(UNSEEN), mask_kind.removesuffix(UNSEEN)

@@ -179,6 +179,6 @@ def stack_forward(base: type) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        return run_stack(self, getattr(self, STATE), functools.partial(original, self), given)  # type: ignore[arg-type]
+        return run_stack(self, getattr(self, STATE), original, given)  # type: ignore[arg-type]
 
     return forward

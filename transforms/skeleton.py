@@ -60,6 +60,9 @@ def decoder_layers(stack: nn.Module) -> tuple[str, nn.ModuleList]:
     for name, child in stack.named_children():
         if isinstance(child, nn.ModuleList) and len(child):
             return name, child
+    inner = _inner_layers(stack)
+    if inner is not None:
+        return inner
     raise ValueError(f"{type(stack).__name__} has no list of decoder layers; augtree-fx rewrites decoder stacks")
 
 
@@ -78,6 +81,18 @@ def named_layers(stack: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _has_attention_layers(module: nn.Module) -> bool:
     return any(isinstance(child, nn.ModuleList) and _holds_attention(child) for child in module.children())
+
+
+def _inner_layers(stack: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The list of layers of a stack that keeps it in a child (`encoder.layer`): the only one as near to the stack."""
+    found = [
+        (name, child)
+        for name, child in stack.named_modules()
+        if isinstance(child, nn.ModuleList) and any("Attention" in type(x).__name__ for x in child.modules())
+    ]
+    nearest = min((name.count(".") for name, _ in found), default=0)
+    near = [(name, child) for name, child in found if name.count(".") == nearest]
+    return near[0] if len(near) == 1 else None
 
 
 @dataclass
@@ -103,7 +118,7 @@ class _SiteReached(Exception):
     pass
 
 
-def _skeleton(stack: nn.Module) -> nn.Module:
+def built_skeleton(stack: nn.Module) -> nn.Module:
     """The stack's class on the meta device: shapes without weights."""
     config = copy.deepcopy(stack.config)
     try:
@@ -121,19 +136,20 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
         tokens: of the example.
         axes: how many rows of position ids the example has, as in M-RoPE; 0 for plain ones.
     """
-    skeleton = _skeleton(stack)
+    skeleton = built_skeleton(stack)
     masks: dict[int, str] = {}
     calls: dict[str, SkeletonCall] = {}
     _record_in(skeleton, masks, calls)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    forward = with_globals(inspect.unwrap(base_class(stack).forward), _mask_builders(skeleton, masks))
+    forward = stack_function(stack, skeleton, masks)
     marker = object()
+    takes = "position_ids" in inspect.signature(forward).parameters
+    positions = {"position_ids": ids.expand(axes, 1, tokens) if axes else ids} if takes else {}
     try:
-        positions = ids.expand(axes, 1, tokens) if axes else ids
-        forward(skeleton, input_ids=ids, position_ids=positions, use_cache=False, **{CONTEXT: marker})
+        forward(skeleton, input_ids=ids, use_cache=False, **positions, **{CONTEXT: marker})
         reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
         by_mask = set() if all(reached.values()) else _reached_by_mask(stack, ids)
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
     for name, call in calls.items():
         call.carrier = KEYWORD if reached[name] else MASK if name in by_mask else None
@@ -161,12 +177,13 @@ def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, Skel
 
 def _reached_by_mask(stack: nn.Module, ids: Tensor) -> set[str]:
     """Attention modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
-    skeleton = _skeleton(stack)
+    skeleton = built_skeleton(stack)
     probe = ContextMask(None)
     masks, calls = {id(probe): "probe"}, dict[str, SkeletonCall]()
     _record_in(skeleton, masks, calls)
     forward = inspect.unwrap(base_class(stack).forward)
-    forward(skeleton, input_ids=ids, position_ids=ids, use_cache=False, attention_mask=probe)
+    positions = {"position_ids": ids} if "position_ids" in inspect.signature(forward).parameters else {}
+    forward(skeleton, input_ids=ids, use_cache=False, attention_mask=probe, **positions)
     return {name for name, call in calls.items() if all(x.mask_kind == "probe" for x in (call, *call.again))}
 
 
@@ -275,6 +292,23 @@ def _until_site(layer: nn.Module) -> Any:
         return hidden_states
 
     return run
+
+
+def stack_function(stack: nn.Module, skeleton: nn.Module, masks: dict[int, str]) -> types.FunctionType:
+    """The stack's forward, for its skeleton; stand-ins for mask builders, also in methods that it calls."""
+    builders = _mask_builders(skeleton, masks)
+    forward = inspect.unwrap(base_class(stack).forward)
+    for name in forward.__code__.co_names:
+        method = inspect.getattr_static(base_class(stack), name, None)
+        if inspect.isfunction(method) and builders.keys() & {*inspect.unwrap(method).__code__.co_names}:
+            bound = types.MethodType(with_globals(inspect.unwrap(method), builders), skeleton)
+            setattr(skeleton, name, bound)
+    skeleton.warn_if_padding_and_no_attention_mask = _nothing  # type: ignore[assignment]  # it reads token ids
+    return with_globals(forward, builders)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]:

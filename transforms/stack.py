@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
-from augtree_fx.rows import training_rows
 from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
+from augtree_fx.transforms.positions import PositionRule, call_packed
 from augtree_fx.transforms.provenance import UnknownOrigin
 from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers, separates_axes
 
@@ -47,6 +47,7 @@ class StackState:
         fallbacks: how often the original forward ran, by reason.
         num_shared: how many batches were shared.
         axes: whether masks look at ``position_ids`` of so many axes, or why the stack cannot take them.
+        positions: which positions tokens get by default, and how the stack takes others.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -56,6 +57,7 @@ class StackState:
     fallbacks: dict[str, int] = field(default_factory=dict)
     num_shared: int = 0
     axes: dict[int, bool | str] = field(default_factory=dict)
+    positions: PositionRule = PositionRule()
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
@@ -129,15 +131,15 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
     Args:
         stack: the module.
         state: its settings.
-        original: the forward that it had.
+        original: the forward that it had, of its class.
         given: the caller's arguments by name.
     """
     if given.get(CONTEXT) is not None:  # an explicit layout: the caller packed the batch
-        return original(**given)
+        return call_packed(stack, state.positions, original, given)
     packed = pack(stack, state, given)
     if packed is None:
-        return original(**given)
-    return packed.show(original(**packed.arguments))
+        return original(stack, **given)
+    return packed.show(call_packed(stack, state.positions, original, packed.arguments))
 
 
 @torch.compiler.disable
@@ -220,12 +222,14 @@ def decide(
         _refuse(stack, state, given)
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if tokens is not None:
+            if positions is None and state.positions != PositionRule():
+                raise Unshared("this model counts positions by what it is given, and inputs_embeds come without them")
             separates = tokens.by_axis is None or state.axes[len(tokens.by_axis)] is True
             if mask is None and not separates and any(given.get(name) is not None for name in _PACKING):
                 raise Unshared("rows are packed, and this model's masks do not look at position_ids of several axes")
             host = tokens.rows(mask, positions, separates)
         else:
-            host = training_rows(given["input_ids"], mask, positions)
+            host = state.positions.rows(given["input_ids"], mask, positions)
     except (ValueError, NotImplementedError) as error:
         if state.strict:
             raise
@@ -284,6 +288,8 @@ def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | 
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise Unshared("attention_mask is not a [batch, sequence] tensor")
+    if given.get("position_ids") is not None and state.positions.table is not None:
+        raise Unshared("this model takes no position_ids")
     positions_alone = mask is None and given.get("position_ids") is not None and not has_axes(given["position_ids"])
     if positions_alone and not all(site.separates for site in state.sites):
         raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")

@@ -15,9 +15,10 @@ import torch
 from augtree_fx.costs import CostModel
 from augtree_fx.explain import Explanation, explain
 from augtree_fx.face import RewriteError, restore, transform
-from augtree_fx.rows import HostRows, training_rows
+from augtree_fx.rows import HostRows
 from augtree_fx.transforms import Refusal, StackState, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.stack import current_dropout, current_noise
 from augtree_fx.verify import UsageError, passes
 from augtree_fx.verify.batches import Batch, alone, together
@@ -136,7 +137,8 @@ def _examine(model: Any, batch: Batch, options: Options, found: Findings) -> Hos
         with _transformed(model, options):
             found.explanation = explain(model, **batch.inputs())
             found.notes += _training_notes(model)
-        host = training_rows(batch.input_ids, batch.attention_mask, batch.position_ids)
+            rule = getattr(find_stack(model), STATE).positions if found.explanation.transformed else PositionRule()
+        host = rule.rows(batch.input_ids, batch.attention_mask, batch.position_ids)
     except RewriteError as error:
         found.refusals = tuple(error.refusals)
         raise NotShared("the model is refused") from error
@@ -145,6 +147,10 @@ def _examine(model: Any, batch: Batch, options: Options, found: Findings) -> Hos
     found.refusals = found.explanation.refusals
     if not found.explanation.transformed:
         raise NotShared("the model is refused, and left unchanged")
+    if rule.table is not None and (batch.position_ids is not None or (host.begin % host.shape[1]).any()):
+        raise NotShared(
+            "the model takes no position_ids, so a row alone has others than in this batch; pad on the right"
+        )
     layout, plan = found.explanation.layout, found.explanation.plan
     assert layout is not None
     if not layout.shares:

@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.modeling_outputs import MoeModelOutputWithPast  # it has every field that a head looks at
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from augtree_fx.transforms import find_stack
 from augtree_fx.verify.batches import Piece
 
 HEAD_TOKENS = 1024  # of one chunk: 0.6 GB of float32 logits with Qwen3's vocabulary
 LOSS_SCALE = {torch.float16: 1024.0}  # or gradients of a mean over tokens fall below float16's smallest numbers
+
+
+@dataclass
+class StackOutput(MoeModelOutputWithPast):
+    """It has every field that a head looks at."""
+
+    cross_attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def _log_probs(model: Any, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
     values = []
     chunks = [x.split(HEAD_TOKENS) for x in (leaf, ids[slots + 1], (scale * weights).to(ids.device))]
     for hidden, targets, factor in zip(*chunks, strict=True):
-        with _standing_in(stack, MoeModelOutputWithPast(last_hidden_state=hidden[None])):
+        with _standing_in(stack, StackOutput(last_hidden_state=hidden[None])):
             logits = model(input_ids=targets[None], use_cache=False).logits[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logps = logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
