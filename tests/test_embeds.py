@@ -1,13 +1,12 @@
 """Tokens that are vectors: images in a shared prompt, M-RoPE, prepared masks, and what must not be shared."""
 
 import copy
-import operator
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from families import KeepFloat64, build, error, one_thread
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from vision_models import IMAGE, MODELS, ImageBatch, image_batch, result_of
 from vision_models import build as build_vision
 
@@ -17,9 +16,8 @@ from augtree_fx.coverage import tiny
 from augtree_fx.coverage.batch import grouped_batch
 from augtree_fx.fingerprints import bits_of, equal_to_source, fingerprints
 from augtree_fx.transforms import embedded, find_stack
-from augtree_fx.transforms.capture import AttentionSite, _drop_position_ids
+from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
-from augtree_fx.transforms.tracer import attention_leaf
 
 # All in float64, see test_models.py. Vision towers add up more tokens, and biases of keys have gradients that are
 # rounding themselves: those are measured by the largest gradient of the model times this.
@@ -142,16 +140,6 @@ def test_packed_rows_with_four_axes(name: str) -> None:
     assert error(got, torch.cat(expected)) < FLOAT64
     assert seen == [ids.shape[1] - 10]
     assert state_of(model).axes == {4: True}
-
-
-@pytest.mark.parametrize("dropped", [True, False], ids=["as given", "computed"])
-def test_position_ids_of_an_attention_call_say_nothing_unless_they_are_computed(dropped: bool) -> None:
-    graph = fx.Graph()
-    query, positions = graph.placeholder("query"), graph.placeholder("positions")
-    positions = positions if dropped else graph.call_function(operator.add, (positions, 1))
-    call = graph.call_function(attention_leaf, (query, query, query), {"position_ids": positions, "s_aux": query})
-    _drop_position_ids(call, {})
-    assert list(call.kwargs) == (["s_aux"] if dropped else ["position_ids", "s_aux"])
 
 
 # Gradients: equal values must come from equal computations.

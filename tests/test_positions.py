@@ -244,7 +244,7 @@ def test_cross_attention_that_is_called_is_refused(monkeypatch: pytest.MonkeyPat
         return output + self.encoder_attn(output, output)[0]
 
     monkeypatch.setattr(modeling_bart.BartDecoderLayer, "forward", forward)
-    assert "it has 2 attention modules: layers.0.self_attn, layers.0.encoder_attn" in refusal(built("bart"))
+    assert refusal(built("bart")).endswith("nor a mask given to the model reach its attention module")
 
 
 @pytest.mark.parametrize(

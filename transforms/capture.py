@@ -169,7 +169,8 @@ def _sites_of(layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonC
         if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
             raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
-    if len(found) > 1:  # cross-attention is not called without states of an encoder, which are never shared
+    takes = inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
+    if len(found) > 1 and "encoder_hidden_states" in takes:  # cross-attention is not called where there are none
         called = [(name, x) for name, x in found if any(name.replace(_CHECKPOINTED, "") in call for call in calls)]
         found = called or found
     if not found:
