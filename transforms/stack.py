@@ -6,7 +6,6 @@ What cannot be shared exactly raises, or runs the original forward and says so o
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,12 +17,13 @@ from transformers import PreTrainedModel
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
-from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
+from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
+from augtree_fx.transforms.live import changed_sites, refuse_noise
 from augtree_fx.transforms.positions import PositionRule, call_packed
 from augtree_fx.transforms.provenance import UnknownOrigin
 from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers, separates_axes
@@ -318,59 +318,7 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
             f"input_ids are on {ids.device}, the model's embedding is on {device}; move them with .to(model.device)"
         )
     if stack.training:
-        dropout = max((current_dropout(stack, site), site.name) for site in state.sites)
-        if dropout[0] > 0:
-            raise NotImplementedError(
-                f"attention dropout must be 0 in training, {dropout[1]} has {dropout[0]}; rows that share a prompt "
-                "cannot draw different masks on it: set config.attention_dropout = 0.0 before building the model"
-            )
-        noise = current_noise(stack) or captured_noise(state)
-        if noise is not None:
-            raise NotImplementedError(
-                f"dropout and router noise must be 0 in training, {noise[0]} has {noise[1]}; rows that share a prompt "
-                "cannot draw different values on it: set it to 0, or pass strict=False to run the original forward"
-            )
-
-
-_NOISE = re.compile("drop|jitter")  # attention dropout has a check of its own
-
-
-def current_noise(stack: nn.Module) -> tuple[str, float] | None:
-    """A module of the stack (adapters included) that draws random numbers in training, with its rate."""
-    for name, module in stack.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            if module.p > 0:
-                return name, module.p
-            continue
-        for attribute, rate in vars(module).items():
-            if isinstance(rate, float) and rate > 0 and _NOISE.search(attribute) and attribute != "attention_dropout":
-                return f"{name}.{attribute}".lstrip("."), rate
-    return None
-
-
-def captured_noise(state: StackState) -> tuple[str, float] | None:
-    """An attention module with dropout other than that of attention, by capture, with its rate in training."""
-    return next(((site.name, site.noise) for site in state.sites if site.noise > 0), None)
-
-
-def current_dropout(stack: nn.Module, site: AttentionSite) -> float:
-    """Attention dropout of a site now (captured value, unless the module's attribute was changed since)."""
-    now = getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout)
-    return float(getattr(now, "p", now) or 0.0)
-
-
-def changed_sites(stack: nn.Module, state: StackState) -> list[str]:
-    """Sites whose plain attributes are no longer those that were captured, attention dropout aside."""
-    changed = []
-    for site in state.sites:
-        module = stack.get_submodule(site.name)
-        now = plain_scalars(module) + config_scalars(getattr(module, "config", None))  # an adapter may stand there
-        if now != site.scalars and dict(now) | _DROPOUT != dict(site.scalars) | _DROPOUT:
-            changed.append(site.name)
-    return changed
-
-
-_DROPOUT = {"attention_dropout": None}
+        refuse_noise(stack, state.sites)
 
 
 def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
@@ -431,7 +379,7 @@ def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> Pack
     Raises:
         RuntimeError: an attention module is no longer what was captured.
     """
-    changed = changed_sites(stack, state)
+    changed = changed_sites(stack, state.sites)
     if changed:
         raise RuntimeError(
             f"attention settings changed since transform at {', '.join(changed[:3])}; call augtree_fx.transform again"

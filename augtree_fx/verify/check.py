@@ -18,8 +18,8 @@ from augtree_fx.face import RewriteError, restore, transform
 from augtree_fx.rows import HostRows
 from augtree_fx.transforms import Refusal, StackState, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.live import current_dropout, current_noise
 from augtree_fx.transforms.positions import PositionRule
-from augtree_fx.transforms.stack import current_dropout, current_noise
 from augtree_fx.verify import UsageError, passes
 from augtree_fx.verify.batches import Batch, alone, together
 from augtree_fx.verify.compare import FACTOR, ROUNDING, Comparison, compare
