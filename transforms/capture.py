@@ -34,9 +34,11 @@ from augtree_fx.transforms.skeleton import (
 from augtree_fx.transforms.tracer import AttentionTracer, CaptureError, attention_leaf, traceable
 
 _EXAMPLE_TOKENS = (6, 10)
-# Layers that mix tokens other than by attention would run one response on another's state.
+# Layers that mix tokens other than by attention would run one response on another's state; indexers and compressors
+# choose or pool keys by the tokens before them.
 _MIXER = re.compile(
     r"Mamba|SSM|Recurrent|Rwkv|DeltaNet|ShortConv|LinearAttention|Lightning|RgLru|RGLRU|Retention|Conv1d"
+    r"|Indexer|Compressor"
 )
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's checkpoint_wrapper puts it into the names of modules
@@ -122,7 +124,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     """
     layers = named_layers(stack)
     sites: list[AttentionSite] = []
-    refusals = _refuse_stack(stack)
+    refusals = _refuse_stack(stack) or _mixers(layers)
     if refusals:
         return sites, refusals
     try:
@@ -163,11 +165,20 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
     return [Refusal("stack", name, reason) for reason in reasons]
 
 
+def _mixers(layers: list[tuple[str, nn.Module]]) -> list[Refusal]:
+    """Layers that mix tokens other than by attention, said before the skeleton's forward stumbles over them."""
+    refusals = []
+    for layer_name, layer in layers:
+        for child_name, child in layer.named_modules():
+            class_name = base_class(child).__name__
+            if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
+                reason = f"{child_name} ({type(child).__name__}) mixes tokens other than by attention"
+                refusals.append(Refusal(layer_name, type(layer).__name__, reason))
+                break
+    return refusals
+
+
 def _sites_of(layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]]) -> list[tuple[str, nn.Module]]:
-    for child_name, child in layer.named_modules():
-        class_name = base_class(child).__name__
-        if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
-            raise CaptureError(f"{child_name} ({type(child).__name__}) mixes tokens other than by attention")
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
     takes = inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
     if len(found) > 1 and "encoder_hidden_states" in takes:  # cross-attention is not called where there are none
