@@ -108,9 +108,13 @@ def backward(
     k_called, v_called = _gather(kv_index, k, v)
     q_ranges, k_ranges = [call.q_range for call in calls], [call.k_range for call in calls]
     dq, dk, dv = _Sum(q, q_ranges), _Sum(k_called, k_ranges), _Sum(v_called, k_ranges)
+    writes = kernels.all_write_into(q, v, calls, spec, kernel)
     # All places before the first call: memory that one call gives back must not be where another lane writes.
-    places = [{"dq": dq.place(number), "dk": dk.place(number), "dv": dv.place(number)} for number in range(len(calls))]
-    lanes = Lanes(q.device, len(calls) if kernels.all_write_into(q, v, calls, spec, kernel) else 1)
+    places: list[dict[str, Tensor]] = [
+        {"dq": dq.place(number), "dk": dk.place(number), "dv": dv.place(number)} if writes else {}
+        for number in range(len(calls))
+    ]
+    lanes = Lanes(q.device, len(calls) if writes else 1)
     for number, call in enumerate(calls):
         rows, keys = call.q_range, call.k_range
         with lanes.next():
