@@ -75,7 +75,7 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
     return model
 
 
-def pack(model: nn.Module, layout: TreeLayout) -> PackedCall:
+def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -> PackedCall:
     """A batch of an explicit layout as a transformed model takes it: detection and packing happen here, not in forward.
 
     ``out = model(**packed.arguments)`` has ``[1, T, ...]`` logits or hidden states of the T packed tokens, and
@@ -85,15 +85,17 @@ def pack(model: nn.Module, layout: TreeLayout) -> PackedCall:
     Args:
         model: a transformed model; also wrapped by PEFT, DDP or torch.compile.
         layout: of the batch, on the model's device.
+        pad_to_multiple_of: compute tokens that no row shows until T is a multiple of this. With
+            ``mode="reduce-overhead"`` a CUDA graph is recorded for each T, so there should be few.
 
     Raises:
-        ValueError: the model is not transformed, or the layout is on another device.
+        ValueError: the model is not transformed, the layout is on another device, or ``pad_to_multiple_of`` is below 1.
         RuntimeError: attention settings changed since `transform`.
     """
     stack = find_stack(model)
     if not is_installed(stack):
         raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
-    return pack_layout(stack, getattr(stack, STATE), layout)
+    return pack_layout(stack, getattr(stack, STATE), layout.padded_to_multiple_of(pad_to_multiple_of))
 
 
 def restore(model: Model) -> Model:

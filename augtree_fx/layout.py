@@ -7,7 +7,7 @@ packed    P1 P2 | a b c d e                          level 0 first, then level 1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -200,6 +200,41 @@ class TreeLayout:
                 begin, remaining = begin + length, remaining - length
             assert remaining == 0, "a row must end inside its last node"
         return index
+
+    def padded_to_multiple_of(self, multiple: int) -> TreeLayout:
+        """The layout with packed tokens that no row shows, up to the next multiple: few sizes for CUDA graphs to know.
+
+        They are copies of the first token, a node of level 0 without branches: nothing else sees them, and no
+        gradient reaches them.
+
+        Raises:
+            ValueError: ``multiple`` is below 1.
+        """
+        if multiple < 1:
+            raise ValueError(f"packed tokens must be padded to a multiple of at least 1, got {multiple}")
+        missing = -self.num_tokens % multiple
+        if not missing:
+            return self
+        node = int(self.level_begin[1])  # the last of level 0, whose other nodes with branches stay neighbours
+        token = int(self.offset[node])
+
+        def renumbered(nodes: IntArray) -> IntArray:
+            return np.where(nodes >= node, nodes + 1, nodes)
+
+        def extended(tokens: IntArray) -> IntArray:
+            return np.insert(tokens, token, np.repeat(tokens[:1], missing))
+
+        return replace(
+            self,
+            parent=np.insert(renumbered(self.parent), node, -1),
+            level=np.insert(self.level, node, 0),
+            path_start=np.insert(self.path_start, node, 0),
+            length=np.insert(self.length, node, missing),
+            row_node=renumbered(self.row_node),
+            source=extended(self.source),
+            position_ids=extended(self.position_ids),
+            input_ids=extended(self.input_ids),
+        )
 
     def tables(self, window: Span = None) -> AttentionTables:
         """Attention calls that make up this tree, with ``window`` the number of keys a query sees (itself included)."""

@@ -209,11 +209,22 @@ def test_pack_needs_a_transformed_model() -> None:
         augtree_fx.pack(llama(), layout)
 
 
-def test_packed_outputs_without_compiling() -> None:
-    plain = llama()
+@pytest.mark.parametrize("multiple", [1, 64, 1000])
+@pytest.mark.parametrize("make", [llama, windowed])
+def test_packed_outputs_without_compiling(make: Any, multiple: int) -> None:
+    plain = make()
     model = augtree_fx.transform(copy.deepcopy(plain))
-    ids, mask = random_rows(7)
-    packed = augtree_fx.pack(model, TreeLayout.from_padded(ids, mask, costs=FREE))
-    out = model(**packed.arguments)
-    assert out.logits.shape[:2] == (1, packed.num_tokens)
-    assert_same_step(model, plain, packed.show(out).logits, ids, mask)
+    for seed in (0, 5, 7):
+        ids, mask = random_rows(seed)
+        layout = TreeLayout.from_padded(ids, mask, costs=FREE)
+        packed = augtree_fx.pack(model, layout, pad_to_multiple_of=multiple)
+        out = model(**packed.arguments)
+        assert out.logits.shape[:2] == (1, packed.num_tokens)
+        assert packed.num_tokens % multiple == 0 and 0 <= packed.num_tokens - layout.num_tokens < multiple
+        assert_same_step(model, plain, packed.show(out).logits, ids, mask)
+
+
+def test_padding_needs_a_multiple() -> None:
+    layout = TreeLayout.from_groups([[1, 2]], [[[3], [4]]])
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        augtree_fx.pack(augtree_fx.transform(llama()), layout, pad_to_multiple_of=0)
