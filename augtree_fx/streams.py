@@ -11,9 +11,7 @@ import torch
 
 # Streams that take calls at a time. Three overlap the ends and the memory-bound parts of calls with arithmetic: 0.9 of
 # 75 ms at a 32k prompt, 0.6 of 31 ms at 4k, backward, H200, 2026-11-29; forward calls have too little to overlap.
-# One until test_calls_side_by_side_do_not_share_memory has passed on a GPU: before places were allocated ahead of the
-# lanes, dv was off by 1 in one run of three.
-_MOST = 1
+_MOST = 3
 
 
 @lru_cache(maxsize=8)

@@ -181,6 +181,9 @@ def test_step_runs_and_compares_every_contender(tmp_path: Path, capsys: pytest.C
             assert row["of_flop_ceiling"] == pytest.approx(row["ratio"] / case["flop_ceiling"])
             assert f"{row['ratio']:.2f}x" in printed
         assert case["speedup"]["over"] == others[0]["name"] == "no reuse, sdpa"
+        assert case["rounding"]["kernels"] == ["sdpa", "cpu_flash"]
+        assert 0 <= case["rounding"]["differences"]["gradients"] < 1e-4
+    assert "no reuse, sdpa against cpu_flash, rounding alone: " in printed
     assert "Qwen3 tiny, 2 of 2 layers, gradient checkpointing off, 48x3x8 tokens" in printed
 
 
@@ -204,10 +207,11 @@ def test_log_probs_and_loss_are_those_of_the_definition(monkeypatch: pytest.Monk
     torch.testing.assert_close(found, expected)
     ratio, advantages = torch.exp(expected - batch.old_logps), batch.advantages[:, None].expand(-1, 4)
     clipped = torch.where(advantages > 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8)) * advantages
-    whole = grpo.update(model, batch, rows=3)
+    whole, logps = grpo.update(model, batch, rows=3)
+    torch.testing.assert_close(logps, expected.detach())
     torch.testing.assert_close(whole.double(), -clipped.mean())
     grads = [p.grad.clone() for p in model.parameters()]
-    torch.testing.assert_close(grpo.update(model, batch, rows=1), whole)
+    torch.testing.assert_close(grpo.update(model, batch, rows=1), (whole, logps))
     for p, grad in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-12)
 
@@ -268,6 +272,7 @@ def test_step_without_sharing_or_package_says_so(tmp_path: Path, capsys: pytest.
     once = [*STEP, "--checkpointing", "off", "--skip", "micro-batch"]
     status, printed, figures = run([*once, "--baseline-kernel", "flash_attn_4"], tmp_path / "s.json", capsys)
     assert status == 0 and "it runs on CUDA, the tensors are on cpu" in figures["cases"][0]["rows"][1]["reason"]
+    assert "it runs on CUDA" in figures["cases"][0]["rounding"]["reason"]
     assert "not checked: nothing ran without reuse" in printed
     status, printed, figures = run([*once, "--shape", "1x2x8"], tmp_path / "s.json", capsys)
     assert status == 1 and "RuntimeError: nothing was shared" in figures["cases"][1]["rows"][0]["reason"]

@@ -105,15 +105,20 @@ def grpo_loss(logps: Tensor, batch: Batch) -> Tensor:
     return -gain.sum() / batch.num_scored
 
 
-def update(model: Any, batch: Batch, rows: int) -> Tensor:
-    """Fresh gradients of a batch in the parameters' ``.grad``, ``rows`` rows at a time; returns the loss."""
+def update(model: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+    """Fresh gradients of a batch in the parameters' ``.grad``, ``rows`` rows at a time.
+
+    Returns:
+        The loss, and ``[rows, response]`` log-probs.
+    """
     model.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=batch.input_ids.device)
+    total, logps = torch.zeros((), device=batch.input_ids.device), []
     for part in batch.split(rows):
-        loss = grpo_loss(log_probs(model, part), part)
+        logps.append(log_probs(model, part))
+        loss = grpo_loss(logps[-1], part)
         loss.backward()
         total = total + loss.detach()
-    return total
+    return total, torch.cat([x.detach() for x in logps])
 
 
 @dataclass(frozen=True)
@@ -122,17 +127,20 @@ class Outcome:
 
     Attributes:
         loss: of the batch.
+        logps: ``[rows, response]`` log-probs, on the host.
         grad_norm: over all parameters.
         samples: gradients of some parameters by name, on the host.
     """
 
     loss: float
+    logps: Tensor
     grad_norm: float
     samples: dict[str, Tensor]
 
     @staticmethod
-    def of(model: Any, loss: Tensor) -> Outcome:
-        """Outcome of the update that just ran; samples are the attention and an MLP matrix of three layers."""
+    def of(model: Any, batch: Batch, rows: int) -> Outcome:
+        """Outcome of an `update`; samples are the attention and an MLP matrix of three layers."""
+        loss, logps = update(model, batch, rows)
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         norms = [
             torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
@@ -145,17 +153,23 @@ class Outcome:
             for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
         ]
         return Outcome(
-            float(loss), float(torch.stack(norms).norm()), {name: grads[name].to("cpu", copy=True) for name in sampled}
+            float(loss),
+            logps.cpu(),
+            float(torch.stack(norms).norm()),
+            {name: grads[name].to("cpu", copy=True) for name in sampled},
         )
 
-    def differences(self, other: Outcome, loss_scale: float) -> dict[str, float]:
-        """How far another outcome is: the loss in units of ``loss_scale``, all else relative to this outcome."""
+    def differences(self, other: Outcome) -> dict[str, float]:
+        """How far another outcome is: root mean square of log-probs in nats, all else relative to this outcome.
+
+        The loss is left out: its difference is a mean of log-probs' differences of either sign, a matter of luck.
+        """
         samples = [
             float((other.samples[name].double() - grad.double()).norm() / grad.double().norm())
             for name, grad in self.samples.items()
         ]
         return {
-            "loss": abs(other.loss - self.loss) / loss_scale,
+            "log_probs": float((other.logps.double() - self.logps.double()).square().mean().sqrt()),
             "grad_norm": abs(other.grad_norm - self.grad_norm) / self.grad_norm,
             "gradients": max(samples),
         }

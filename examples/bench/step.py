@@ -38,7 +38,10 @@ def run(options: Options) -> int:
                 passed &= ours_ran and all(row["passed"] is not False for row in kept["rows"])
         del model
     if not passed:
-        print(f"FAILED: a difference above {TOLERANCE[options.dtype]}, or the transformed model did not run")
+        print(
+            f"FAILED: a difference above {TOLERANCE[options.dtype]} and above twice that of rounding alone, or the "
+            "transformed model did not run"
+        )
     return int(not passed)
 
 
@@ -55,6 +58,7 @@ def _race(
     """Measure the contenders of a case one after another, ours first; figures are kept after each."""
     case: Case | None = None
     ours: Outcome | None = None
+    bounds = dict(TOLERANCE[options.dtype])
     for contender in contenders.of(options, shape):
         model.zero_grad(set_to_none=True)
         timing.free_memory(options.device)
@@ -62,8 +66,10 @@ def _race(
         kept["rows"].append(row)
         try:
             case = case or Case(model, contenders.draw_batch(model, shape, options), shape, checkpointing, options)
+            if ours is not None and "rounding" not in kept:
+                bounds = _bounds(case, kept)
             with contenders.prepared(model, contender):
-                figures, outcome = contenders.measure(case, contender, ours)
+                figures, outcome = contenders.measure(case, contender, ours, bounds)
             row.update(figures)
             ours = ours or outcome
         except Exception as error:  # noqa: BLE001  (out of memory, or whatever somebody else's kernel raises)
@@ -73,6 +79,16 @@ def _race(
         results.save()
         if ours is None:
             break  # there is nothing to compare with
+
+
+def _bounds(case: Case, kept: dict[str, Any]) -> dict[str, float]:
+    """What passes the gate of a case; the fixed tolerances alone where rounding cannot be measured."""
+    try:
+        kept["rounding"] = contenders.rounding(case)
+    except Exception as error:  # noqa: BLE001  (as a contender)
+        kept["rounding"] = {"reason": timing.reason_of(error)}
+        return dict(TOLERANCE[case.options.dtype])
+    return contenders.bounds_of(case, kept["rounding"]["differences"])
 
 
 def conclude(kept: dict[str, Any], case: Case, ceiling: float) -> None:
@@ -106,13 +122,16 @@ def table(kept: dict[str, Any]) -> str:
     if "flop_ceiling" in kept:
         head += f"; no reuse has {kept['flop_ceiling']:.2f}x the FLOPs (recomputation, attention and head included)"
     headers = ["ms (spread)", "step", "peak GiB", "MFU", "tokens", "ours faster", "of FLOP ceiling"]
-    headers.append("differences loss, grad norm, gradients")
+    headers.append("differences log-probs, grad norm, gradients")
     reasons = [f"{row['name']}: {row['reason']}" for row in kept["rows"] if row["passed"] is None and row["reason"]]
     if "speedup" in kept:
         best = kept["speedup"]
         reasons.append(
             f"{best['ratio']:.2f}x faster than {best['over']}: {best['of_flop_ceiling']:.0%} of what the FLOPs allow"
         )
+    if "differences" in kept.get("rounding", {}):
+        differences = " ".join(f"{value:.1e}" for value in kept["rounding"]["differences"].values())
+        reasons.append(f"no reuse, {' against '.join(kept['rounding']['kernels'])}, rounding alone: {differences}")
     lines = [_line(row) for row in kept["rows"]]
     return "\n".join([head, tabulate(lines, headers=headers, disable_numparse=True), *reasons])
 
