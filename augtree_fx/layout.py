@@ -236,9 +236,9 @@ class TreeLayout:
             input_ids=extended(self.input_ids),
         )
 
-    def tables(self, window: Span = None) -> AttentionTables:
-        """Attention calls that make up this tree, with ``window`` the number of keys a query sees (itself included)."""
-        return build_tables(self, window)
+    def tables(self, window: Span = None, first_node: int = 0) -> AttentionTables:
+        """Attention calls that make up this tree, see `build_tables`."""
+        return build_tables(self, window, first_node)
 
     def __repr__(self) -> str:
         return (

@@ -172,6 +172,118 @@ _define(
 torch.library.register_autograd("augtree::prefill_attention", _prefill_grad, setup_context=_save_prefill)
 
 
+def _joined(prompt: Tensor, own: Tensor) -> Tensor:
+    return torch.cat([prompt, own])
+
+
+def _wave(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompt_k: Tensor,
+    prompt_v: Tensor,
+    k_handle: Tensor,
+    v_handle: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    *spec: Any,
+) -> tuple[Tensor, Tensor]:
+    return _replay(q, _joined(prompt_k, k), _joined(prompt_v, v), segments, cu_seqlens, kv_index, sinks, *spec)
+
+
+def _wave_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _replay_fake(q, k, v)
+
+
+def _wave_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    prompt_k: Tensor,
+    prompt_v: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    *spec: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keys, values, wide = _joined(prompt_k, k), _joined(prompt_v, v), accumulation_dtype(q.dtype)
+    dq, dk, dv, dsinks = _replay_backward(
+        dout, dlse, q, keys, values, out, lse, segments, cu_seqlens, kv_index, sinks, *spec
+    )
+    first = len(prompt_k)
+    return dq, dk[first:].clone(), dv[first:].clone(), dk[:first].to(wide), dv[:first].to(wide), dsinks
+
+
+def _wave_backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    prompt_k: Tensor,
+    prompt_v: Tensor,
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    kv_index: Tensor | None,
+    sinks: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dsinks = _replay_backward_fake(
+        dout, dlse, q, k, v, out, lse, segments, cu_seqlens, kv_index, sinks
+    )
+    wide = accumulation_dtype(q.dtype)
+    prompts = (torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (prompt_k, prompt_v))
+    return dq, dk, dv, *prompts, dsinks  # type: ignore[return-value]
+
+
+def _save_wave(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, prompt_k, prompt_v, _, _, segments, cu_seqlens, kv_index, sinks, *spec = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, prompt_k, prompt_v, segments, cu_seqlens, kv_index, sinks)
+    ctx.spec = spec
+
+
+def _wave_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *rest, sinks = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dk_prompt, dv_prompt, dsinks = torch.ops.augtree.wave_attention_backward(
+        dout, dlse, q, k, v, out, lse, *rest, sinks, *ctx.spec
+    )
+    dsinks = None if sinks is None else dsinks
+    return dq, dk, dv, None, None, dk_prompt, dv_prompt, None, None, None, dsinks, None, None, None, None
+
+
+# Queries and keys of one wave on top of the prompts' keys. These carry no gradient themselves: their handles do, which
+# are never read, of a wide dtype and so may lie on one element. Autograd adds up handles' gradients over waves in it.
+_PROMPT = "Tensor prompt_k, Tensor prompt_v"
+_define(
+    "wave_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_PROMPT}, Tensor k_handle, Tensor v_handle, {_TABLES}, Tensor? sinks, {_SPEC}) "
+    "-> (Tensor out, Tensor lse)",
+    _wave,
+    _wave_fake,
+    _READS_HOST_TABLES,
+)
+_define(
+    "wave_attention_backward",
+    f"(Tensor dout, Tensor? dlse, {_SAVED}, {_PROMPT}, {_TABLES}, Tensor? sinks, {_SPEC}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_prompt, Tensor dv_prompt, Tensor dsinks)",
+    _wave_backward,
+    _wave_backward_fake,
+    _READS_HOST_TABLES,
+)
+torch.library.register_autograd("augtree::wave_attention", _wave_grad, setup_context=_save_wave)
+
+
 def _merge_fake(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(
         lses[0], memory_format=torch.contiguous_format

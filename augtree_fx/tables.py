@@ -168,37 +168,49 @@ def decode_segments(key: bytes) -> tuple[Run, ...]:
     return tuple((causal, tuple(members)) for causal, members in grouped)
 
 
-def build_tables(layout: TreeLayout, window: Span) -> AttentionTables:
-    """Tables of a layout: over the whole path (``window=None``), its last ``window`` tokens, or chunks of it."""
+def build_tables(layout: TreeLayout, window: Span, first_node: int = 0) -> AttentionTables:
+    """Tables of a layout: over the whole path (``window=None``), its last ``window`` tokens, or chunks of it.
+
+    Args:
+        layout: the tree; keys are all of its tokens.
+        window: keys that a query sees.
+        first_node: only tokens of this node and the ones after it are queries, numbered from its first.
+    """
     if isinstance(window, Chunks):
-        return _chunked_tables(layout, window.size)
+        return _chunked_tables(layout, window.size, first_node)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the token itself, got {window}; None means the whole path")
     longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
     if window is not None and window < longest:
-        index, segments = _windowed_segments(layout, window)
+        index, segments = _windowed_segments(layout, window, first_node)
         return _to_tensors(_split_calls(segments, causal=True), layout.device, index)
-    bounds = layout.offset.tolist()
-    own = [Segment(first, last, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    bounds, before = layout.offset[first_node:].tolist(), int(layout.offset[first_node])
+    own = [
+        Segment(first - before, last - before, first, last)
+        for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
     calls = _split_calls(own, causal=True)
     for lower in range(1, layout.num_levels):
         for upper in range(lower):
-            calls += _split_calls(_ancestor_segments(layout, upper, lower), causal=False)
+            calls += _split_calls(_ancestor_segments(layout, upper, lower, first_node), causal=False)
     return _to_tensors(calls, layout.device, None)
 
 
-def _ancestor_segments(layout: TreeLayout, upper: int, lower: int) -> list[Segment]:
+def _ancestor_segments(layout: TreeLayout, upper: int, lower: int, first_node: int) -> list[Segment]:
     """Per node of level ``upper``: its descendants at level ``lower``, which are neighbours, attend to all of it."""
-    ancestor = np.arange(layout.level_begin[lower], layout.level_begin[lower + 1])
-    first_node = int(ancestor[0])
+    first = max(int(layout.level_begin[lower]), first_node)
+    ancestor = np.arange(first, layout.level_begin[lower + 1])
+    if not len(ancestor):
+        return []
+    before = int(layout.offset[first_node])
     for _ in range(lower - upper):
         ancestor = layout.parent[ancestor]
     starts = np.flatnonzero(np.append(True, np.diff(ancestor) != 0))
     ends = np.append(starts[1:], len(ancestor))
     return [
         Segment(
-            int(layout.offset[first_node + start]),
-            int(layout.offset[first_node + end]),
+            int(layout.offset[first + start]) - before,
+            int(layout.offset[first + end]) - before,
             int(layout.offset[ancestor[start]]),
             int(layout.offset[ancestor[start] + 1]),
         )
@@ -206,13 +218,13 @@ def _ancestor_segments(layout: TreeLayout, upper: int, lower: int) -> list[Segme
     ]
 
 
-def _windowed_segments(layout: TreeLayout, window: int) -> tuple[np.ndarray, list[Segment]]:
+def _windowed_segments(layout: TreeLayout, window: int, first_node: int) -> tuple[np.ndarray, list[Segment]]:
     """Keys of each node preceded by what the window reaches of its ancestors, gathered into one run per node."""
-    index, segments, num_keys = [], [], 0
-    for node in range(layout.num_nodes):
+    index, segments, num_keys, before = [], [], 0, int(layout.offset[first_node])
+    for node in range(first_node, layout.num_nodes):
         gathered = _path_end(layout, node, min(window - 1, int(layout.path_start[node])))
         index.append(gathered)
-        first, last = int(layout.offset[node]), int(layout.offset[node + 1])
+        first, last = int(layout.offset[node]) - before, int(layout.offset[node + 1]) - before
         segments.append(Segment(first, last, num_keys, num_keys + len(gathered)))
         num_keys += len(gathered)
     return np.concatenate(index), segments
@@ -230,22 +242,22 @@ def _path_end(layout: TreeLayout, node: int, reach: int) -> np.ndarray:
     return np.concatenate(keys[::-1])
 
 
-def _chunked_tables(layout: TreeLayout, size: int) -> AttentionTables:
+def _chunked_tables(layout: TreeLayout, size: int, first_node: int) -> AttentionTables:
     if size < 1:
         raise ValueError(f"chunks must have at least 1 token, got {size}")
     longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
     if size >= longest:
-        return build_tables(layout, None)
-    index, segments, num_keys = [], [], 0
-    for node in range(layout.num_nodes):
+        return build_tables(layout, None, first_node)
+    index, segments, num_keys, before = [], [], 0, int(layout.offset[first_node])
+    for node in range(first_node, layout.num_nodes):
         start, length, offset = (int(x[node]) for x in (layout.path_start, layout.length, layout.offset))
         first = start - start % size  # where the chunk of the node's first token starts
         path = _path_end(layout, node, start - first)
         for begin in range(first, start + length, size):
             end = min(begin + size, start + length)
             index.append(path[begin - first : end - first])
-            query = offset + max(begin, start) - start
-            segments.append(Segment(query, offset + end - start, num_keys, num_keys + end - begin))
+            query = offset - before + max(begin, start) - start
+            segments.append(Segment(query, offset - before + end - start, num_keys, num_keys + end - begin))
             num_keys += end - begin
     return _to_tensors(_split_calls(segments, causal=True), layout.device, np.concatenate(index))
 

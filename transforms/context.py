@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from augtree_fx.tables import AttentionTables, Chunks, Span
+
+
+class PromptKV(NamedTuple):
+    """K and V of tokens that were computed before, of one attention call of one layer.
+
+    Attributes:
+        k: ``[S, K, D]`` without gradient; v: ``[S, K, E]``.
+        k_handle, v_handle: of the same shapes in the accumulation dtype, never read; their gradients are those of K and V.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_handle: Tensor
+    v_handle: Tensor
+
+
+Place = tuple[str, int]  # name of an attention module in its stack, and number of the call in its forward
 
 
 @dataclass(frozen=True)
@@ -22,21 +39,26 @@ class ReplayContext:
         one_level: whether the tree has level 0 alone (rows are equal, or prefixes of one another).
         kernel: requested kernel, ``"auto"`` by default.
         columns: ``[T]`` int64 column of each packed token in the caller's rows, where a layer asks for it.
+        prompts: K and V of tokens that were computed before, by place; ``None`` when all tokens are here.
+        kept: where attention modules leave K and V of this forward, by place; ``None`` when nobody asks for them.
     """
 
     tables: Mapping[Span, AttentionTables]
     one_level: bool
     kernel: str
     columns: Tensor | None = None
+    prompts: Mapping[Place, PromptKV] | None = None
+    kept: dict[Place, tuple[Tensor, Tensor]] | None = None
 
     @property
     def bucket(self) -> tuple[Hashable, ...]:
         """What a compiled model is specialised on: batches of one bucket run one graph, however many tokens they have.
 
-        The windows whose keys have to be gathered, whether there is one level, and the kernel.
+        The windows whose keys have to be gathered, whether there is one level, the kernel, and whether prompts were
+        computed before.
         """
         gathered = frozenset(window for window, tables in self.tables.items() if tables.kv_index is not None)
-        return gathered, self.one_level, self.kernel
+        return gathered, self.one_level, self.kernel, self.prompts is not None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ReplayContext:
         """For layers on another device: the hooks of accelerate move a layer's arguments by this method."""
@@ -47,22 +69,48 @@ class ReplayContext:
         return replace(self, tables=moved, columns=columns)
 
 
+# Prompts and `kept` are constants: wrappers (FSDP2) cast leaves, and watch their gradients.
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
     columns = [] if context.columns is None else [context.columns]
-    return [*leaves, *columns], (tuple(context.tables), context.one_level, context.kernel)
+    constants = (tuple(context.tables), context.one_level, context.kernel, context.prompts, context.kept)
+    return [*leaves, *columns], constants
 
 
 def _unflatten(leaves: Iterable[Any], constants: tuple[Any, ...]) -> ReplayContext:
-    windows, one_level, kernel = constants
+    windows, one_level, kernel, *waves = constants
     flat = list(leaves)
     tables = {window: AttentionTables(*flat[3 * place : 3 * place + 3]) for place, window in enumerate(windows)}
-    return ReplayContext(tables, one_level, kernel, flat[-1] if len(flat) > 3 * len(windows) else None)
+    return ReplayContext(tables, one_level, kernel, flat[-1] if len(flat) > 3 * len(windows) else None, *waves)
 
 
 def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:
     leaves, constants = _flatten(context)
     return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], constants
+
+
+@dataclass(frozen=True)
+class GivenHidden:
+    """In place of a tree: the stack returns these hidden states, ``[1, n, hidden size]``, for the model's head.
+
+    Attributes:
+        hidden: what the stack's forward would have computed.
+    """
+
+    hidden: Tensor
+
+
+@dataclass
+class SiteContext:
+    """A context as one attention module sees it.
+
+    Attributes:
+        shared: the context of the batch.
+        site: name of the module in its stack.
+    """
+
+    shared: ReplayContext
+    site: str
 
 
 pytree.register_pytree_node(
@@ -73,8 +121,7 @@ pytree.register_pytree_node(
     to_dumpable_context=list,
     from_dumpable_context=lambda dumped: (
         tuple(Chunks(*span) if isinstance(span, list) else span for span in dumped[0]),
-        dumped[1],
-        dumped[2],
+        *dumped[1:],
     ),
     flatten_with_keys_fn=_flatten_with_keys,
 )

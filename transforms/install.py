@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.carrier import ContextMask
+from augtree_fx.transforms.context import SiteContext
 from augtree_fx.transforms.rewrite import rewrite_attention
 from augtree_fx.transforms.skeleton import CONTEXT, bound_forwards, hides_forward
 from augtree_fx.transforms.stack import StackState, run_stack
@@ -25,6 +26,7 @@ from augtree_fx.transforms.stack import StackState, run_stack
 _BASE = "_augtree_base"
 STATE = "_augtree_state"
 _REWRITTEN = "_augtree_forward"
+_SITE = "_augtree_site"
 
 
 def is_installed(module: nn.Module) -> bool:
@@ -42,6 +44,7 @@ def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> 
         module = stack.get_submodule(site.name)
         _set_class(module, swapped_class(type(module), attention_forward))  # type: ignore[arg-type]
         setattr(module, _REWRITTEN, generated[id(site.graph)])
+        setattr(module, _SITE, site.name)
     _set_class(stack, swapped_class(type(stack), stack_forward))  # type: ignore[arg-type]
     setattr(stack, STATE, state)
 
@@ -64,7 +67,7 @@ def uninstall(stack: nn.Module) -> None:
             )
     for module in installed:
         _set_class(module, type(module).__dict__[_BASE])
-        for attribute in (STATE, _REWRITTEN):
+        for attribute in (STATE, _REWRITTEN, _SITE):
             vars(module).pop(attribute, None)
 
 
@@ -168,7 +171,8 @@ def attention_forward(base: type) -> Callable[..., Any]:
         if context is None:
             return original(self, *args, **kwargs)
         rewritten: RewrittenForward = getattr(self, _REWRITTEN)  # type: ignore[assignment]
-        return rewritten.function(self, context, *(given[name] for name in rewritten.arguments))
+        site = SiteContext(context, getattr(self, _SITE))  # type: ignore[arg-type]
+        return rewritten.function(self, site, *(given[name] for name in rewritten.arguments))
 
     return forward
 

@@ -12,7 +12,7 @@ from augtree_fx.transforms.tracer import attention_leaf
 
 if TYPE_CHECKING:
     from augtree_fx.transforms.capture import AttentionSite
-    from augtree_fx.transforms.context import ReplayContext
+    from augtree_fx.transforms.context import SiteContext
 
 
 def matched(node: fx.Node) -> bool:
@@ -24,30 +24,39 @@ def tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    context: ReplayContext,
+    site: SiteContext,
     *,
     scale: float,
     window: int | None,
     softcap: float,
     chunk: int | None = None,
+    call: int = 0,
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """What replaces it: every token attends to its node, causally, and to all of its ancestors.
 
     Args:
         query: ``[1, H, T, D]``; key: ``[1, K, T, D]``; value: ``[1, K, T, E]``, T packed tokens.
-        context: tables of the batch's tree.
+        site: tables of the batch's tree, and whose attention this is.
         scale, window, softcap, chunk: as captured from the call and its mask.
+        call: number of the call in the module's forward.
         s_aux: ``[H]`` sink logits.
 
     Returns:
         ``[1, T, H, E]``, as attention interfaces return it.
     """
+    context, place = site.shared, (site.site, call)
     query, key, value = _autocast(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if context.kept is not None:
+        context.kept.setdefault(place, (k, v))  # what a checkpointed layer computes again is not kept again
     tables = context.tables[window if chunk is None else Chunks(chunk)]
     spec = (scale, (window or 0) if tables.kv_index is not None else 0, softcap, context.kernel)
-    if tables.kv_index is None and context.one_level:
+    if context.prompts is not None:
+        out, _ = torch.ops.augtree.wave_attention(
+            q, k, v, *context.prompts[place], tables.segments, tables.cu_seqlens, tables.kv_index, s_aux, *spec
+        )
+    elif tables.kv_index is None and context.one_level:
         out, _ = torch.ops.augtree.prefill_attention(q, k, v, tables.segments, tables.cu_seqlens, s_aux, *spec)
     else:
         out, _ = torch.ops.augtree.replay_attention(
@@ -66,14 +75,14 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def token_columns(context: ReplayContext) -> Tensor:
+def token_columns(site: SiteContext) -> Tensor:
     """What replaces ``torch.arange(number of tokens)``: each packed token's column in the rows that the caller gave.
 
     Returns:
         ``[T]`` int64.
     """
-    assert context.columns is not None, "a site that counts tokens must have columns"
-    return context.columns
+    assert site.shared.columns is not None, "a site that counts tokens must have columns"
+    return site.shared.columns
 
 
 def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
@@ -91,9 +100,10 @@ def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
     options: dict[str, Any] = {"scale": site.scale, "window": site.window, "softcap": site.softcap}
     if site.chunk is not None:
         options["chunk"] = site.chunk
-    for node in found:
+    for number, node in enumerate(found):
+        numbered = options | {"call": number} if number else options
         with graph.inserting_before(node):
-            new = graph.call_function(tree_attention, (*node.args, context), {**options, **node.kwargs})
+            new = graph.call_function(tree_attention, (*node.args, context), {**numbered, **node.kwargs})
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.lint()

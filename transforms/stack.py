@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
-from augtree_fx.transforms.context import ReplayContext
+from augtree_fx.transforms.context import GivenHidden, ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
 from augtree_fx.transforms.live import changed_sites, refuse_noise
@@ -134,7 +135,10 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         original: the forward that it had, of its class.
         given: the caller's arguments by name.
     """
-    if given.get(CONTEXT) is not None:  # an explicit layout: the caller packed the batch
+    context = given.get(CONTEXT)
+    if isinstance(context, GivenHidden):
+        return BaseModelOutputWithPast(last_hidden_state=context.hidden)
+    if context is not None:  # an explicit layout: the caller packed the batch
         return call_packed(stack, state.positions, original, given)
     packed = pack(stack, state, given)
     if packed is None:
@@ -362,19 +366,39 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
     return CostModel.of_layer(params / len(layers), heads * head_dim, device.type, dtype)
 
 
-def make_context(layout: TreeLayout, state: StackState) -> ReplayContext:
-    """Context of a batch: tables for every window or chunk size that some layer has."""
-    tables = {span: layout.tables(span) for span in {site.span for site in state.sites}}
+def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> ReplayContext:
+    """Context of a batch: tables for every window or chunk size that some layer has.
+
+    Args:
+        layout: the tree.
+        state: of the stack.
+        first_node: queries are the tokens of this node and the ones after it.
+    """
+    tables = {span: layout.tables(span, first_node) for span in {site.span for site in state.sites}}
     columns = None
     if any(site.counts for site in state.sites):
         if not _columns_agree(layout):
             raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
-        columns = torch.from_numpy(_columns(layout)).to(layout.device)
+        columns = torch.from_numpy(_columns(layout)[layout.offset[first_node] :]).to(layout.device)
     return ReplayContext(tables, layout.num_levels == 1, state.kernel, columns)
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
     """The packed call of a layout.
+
+    Raises:
+        RuntimeError: an attention module is no longer what was captured.
+    """
+    index = torch.from_numpy(layout.packed_index).to(layout.device, non_blocking=True)
+    return PackedCall(
+        packed_arguments(stack, state, layout, make_context(layout, state)), index, layout.shape, layout.num_tokens
+    )
+
+
+def packed_arguments(
+    stack: nn.Module, state: StackState, layout: TreeLayout, context: ReplayContext, first_node: int = 0
+) -> dict[str, Any]:
+    """Keywords of the stack's forward for the tokens of a layout, from a node on.
 
     Raises:
         RuntimeError: an attention module is no longer what was captured.
@@ -385,20 +409,18 @@ def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> Pack
             f"attention settings changed since transform at {', '.join(changed[:3])}; call augtree_fx.transform again"
         )
     device = layout.device
-    input_ids, position_ids, index = (
-        torch.from_numpy(x).to(device, non_blocking=True)
-        for x in (layout.input_ids, layout.position_ids, layout.packed_index)
+    input_ids, position_ids = (
+        torch.from_numpy(x[layout.offset[first_node] :]).to(device, non_blocking=True)
+        for x in (layout.input_ids, layout.position_ids)
     )
-    context = make_context(layout, state)
     by_mask = any(site.carrier == MASK for site in state.sites)
-    arguments = {
+    return {
         "input_ids": input_ids[None],
         "attention_mask": ContextMask(context) if by_mask else _stand_in(device),
         "position_ids": position_ids[None],
         "use_cache": False,
         CONTEXT: context,
     }
-    return PackedCall(arguments, index, layout.shape, layout.num_tokens)
 
 
 def _stand_in(device: torch.device) -> Tensor:

@@ -1,0 +1,131 @@
+"""Which nodes of a tree are computed together when it does not fit: prompts first, then their branches wave by wave.
+
+    prompts   P1 P2                 one forward; K and V of every layer stay
+    wave 1    a d                   branches, longest first, as many tokens as fit
+    wave 2    b c e
+
+A branch that has branches of its own and does not fit with all of them is a prompt again, for those: its K and V stay
+until the last of them is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from augtree_fx.layout import TreeLayout
+from augtree_fx.trie import IntArray
+
+
+@dataclass
+class Stage:
+    """Nodes that are computed together and kept, and what is computed after them.
+
+    Attributes:
+        nodes: ``[n]`` node numbers in ascending order; empty where nothing is shared.
+        waves: node numbers of each wave, ascending; whole subtrees below ``nodes``.
+        inner: stages below this one, each a branch that is too large to go through a wave with all of its own.
+    """
+
+    nodes: IntArray
+    waves: list[IntArray] = field(default_factory=list)
+    inner: list[Stage] = field(default_factory=list)
+
+    def walk(self) -> Iterator[IntArray]:
+        """All waves, in the order in which they run."""
+        yield from self.waves
+        for stage in self.inner:
+            yield from stage.walk()
+
+
+def plan_waves(layout: TreeLayout, max_tokens: int | None) -> Stage:
+    """Cut a tree into stages and waves.
+
+    Args:
+        layout: the tree.
+        max_tokens: packed tokens of a wave; ``None`` for one wave. A single response that is longer is a wave of its own.
+
+    Raises:
+        ValueError: ``max_tokens`` is below 1.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_wave_tokens must be at least 1, got {max_tokens}")
+    children: list[list[int]] = [[] for _ in range(layout.num_nodes)]
+    subtree = layout.length.copy()
+    for node in range(layout.num_nodes - 1, -1, -1):  # children have larger numbers than their parent
+        parent = int(layout.parent[node])
+        if parent >= 0:
+            children[parent].insert(0, node)
+            subtree[parent] += subtree[node]
+    roots = [node for node in range(layout.num_nodes) if layout.level[node] == 0]
+    prompts = [node for node in roots if children[node]]
+    units = [child for node in prompts for child in children[node]] + [node for node in roots if not children[node]]
+    return _stage(prompts, units, children, subtree, max_tokens)
+
+
+def _stage(
+    nodes: list[int], units: list[int], children: list[list[int]], subtree: IntArray, max_tokens: int | None
+) -> Stage:
+    limit = int(subtree.sum()) if max_tokens is None else max_tokens
+    too_large = [unit for unit in units if children[unit] and subtree[unit] > limit]
+    stage = Stage(np.array(nodes, dtype=np.int64))
+    small = [unit for unit in units if unit not in set(too_large)]
+    for members in _fill(small, subtree, limit):
+        stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
+    stage.inner = [_stage([unit], children[unit], children, subtree, max_tokens) for unit in too_large]
+    return stage
+
+
+def _fill(units: list[int], tokens: IntArray, limit: int) -> list[list[int]]:
+    """Longest first into the emptiest of as few waves as could hold all, one more where none has room."""
+    total = int(tokens[units].sum()) if units else 0
+    waves: list[list[int]] = [[] for _ in range(-(-total // limit))]
+    filled = [0] * len(waves)
+    for unit in sorted(units, key=lambda unit: (-int(tokens[unit]), unit)):
+        emptiest = min(range(len(waves)), key=lambda wave: filled[wave])
+        if filled[emptiest] and filled[emptiest] + tokens[unit] > limit:
+            emptiest = len(waves)
+            waves.append([])
+            filled.append(0)
+        waves[emptiest].append(unit)
+        filled[emptiest] += int(tokens[unit])
+    return [wave for wave in waves if wave]
+
+
+def _with_descendants(units: list[int], children: list[list[int]]) -> Iterator[int]:
+    frontier = list(units)
+    while frontier:
+        node = frontier.pop()
+        yield node
+        frontier += children[node]
+
+
+def token_index(layout: TreeLayout, nodes: IntArray) -> IntArray:
+    """``[tokens]`` packed tokens of some nodes, in their order."""
+    if not len(nodes):
+        return np.empty(0, dtype=np.int64)
+    return np.concatenate([np.arange(layout.offset[node], layout.offset[node + 1]) for node in nodes])
+
+
+def part_of(layout: TreeLayout, nodes: IntArray) -> TreeLayout:
+    """The tree of some nodes, ascending, with all of their ancestors among them; it has no rows."""
+    number = np.full(layout.num_nodes + 1, -1, dtype=np.int64)  # the last entry is for "no parent", -1
+    number[nodes] = np.arange(len(nodes))
+    tokens = token_index(layout, nodes)
+    empty = np.empty(0, dtype=np.int64)
+    return replace(
+        layout,
+        parent=number[layout.parent[nodes]],
+        level=layout.level[nodes],
+        path_start=layout.path_start[nodes],
+        length=layout.length[nodes],
+        row_node=empty,
+        row_length=empty,
+        row_begin=empty,
+        shape=(0, layout.shape[1]),
+        source=layout.source[tokens],
+        position_ids=layout.position_ids[tokens],
+        input_ids=layout.input_ids[tokens],
+    )
