@@ -27,16 +27,21 @@ from augtree_fx.costs import CostModel  # noqa: E402
 from augtree_fx.explain import Explanation, explain  # noqa: E402
 from augtree_fx.face import RewriteError, pack, restore, transform  # noqa: E402
 from augtree_fx.layout import TreeLayout  # noqa: E402
+from augtree_fx.replay import Tree, prefill  # noqa: E402
+from augtree_fx.wave import Wave  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
     "CostModel",
     "Explanation",
     "RewriteError",
+    "Tree",
     "TreeLayout",
+    "Wave",
     "explain",
     "ops",
     "pack",
+    "prefill",
     "restore",
     "transform",
 ]

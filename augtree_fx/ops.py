@@ -237,9 +237,7 @@ def _wave_backward_fake(
     sinks: Tensor | None,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dsinks = _replay_backward_fake(
-        dout, dlse, q, k, v, out, lse, segments, cu_seqlens, kv_index, sinks
-    )
+    dq, dk, dv, dsinks = _replay_backward_fake(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, kv_index, sinks)
     wide = accumulation_dtype(q.dtype)
     prompts = (torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (prompt_k, prompt_v))
     return dq, dk, dv, *prompts, dsinks  # type: ignore[return-value]

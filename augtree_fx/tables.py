@@ -186,8 +186,7 @@ def build_tables(layout: TreeLayout, window: Span, first_node: int = 0) -> Atten
         return _to_tensors(_split_calls(segments, causal=True), layout.device, index)
     bounds, before = layout.offset[first_node:].tolist(), int(layout.offset[first_node])
     own = [
-        Segment(first - before, last - before, first, last)
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+        Segment(first - before, last - before, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)
     ]
     calls = _split_calls(own, causal=True)
     for lower in range(1, layout.num_levels):

@@ -45,7 +45,7 @@ def plan_waves(layout: TreeLayout, max_tokens: int | None) -> Stage:
 
     Args:
         layout: the tree.
-        max_tokens: packed tokens of a wave; ``None`` for one wave. A single response that is longer is a wave of its own.
+        max_tokens: packed tokens of a wave; ``None`` for one wave. A response that is longer is a wave of its own.
 
     Raises:
         ValueError: ``max_tokens`` is below 1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class PromptKV(NamedTuple):
 
     Attributes:
         k: ``[S, K, D]`` without gradient; v: ``[S, K, E]``.
-        k_handle, v_handle: of the same shapes in the accumulation dtype, never read; their gradients are those of K and V.
+        k_handle, v_handle: of the same shapes in the accumulation dtype, never read; their gradients are K's and V's.
     """
 
     k: Tensor
@@ -98,6 +98,19 @@ class GivenHidden:
     """
 
     hidden: Tensor
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """A context that leaves all hidden states here, and gives the model's head one token of them.
+
+    Attributes:
+        shared: the context of the tokens.
+        found: gets ``[1, T, hidden size]``.
+    """
+
+    shared: ReplayContext
+    found: list[Tensor] = field(default_factory=list)
 
 
 @dataclass

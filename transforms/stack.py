@@ -21,7 +21,7 @@ from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
-from augtree_fx.transforms.context import GivenHidden, ReplayContext
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
 from augtree_fx.transforms.live import changed_sites, refuse_noise
@@ -49,6 +49,7 @@ class StackState:
         num_shared: how many batches were shared.
         axes: whether masks look at ``position_ids`` of so many axes, or why the stack cannot take them.
         positions: which positions tokens get by default, and how the stack takes others.
+        in_waves: whether a batch is being computed in parts (`augtree_fx.prefill`).
     """
 
     sites: tuple[AttentionSite, ...]
@@ -59,6 +60,7 @@ class StackState:
     num_shared: int = 0
     axes: dict[int, bool | str] = field(default_factory=dict)
     positions: PositionRule = PositionRule()
+    in_waves: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
@@ -138,6 +140,11 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
     context = given.get(CONTEXT)
     if isinstance(context, GivenHidden):
         return BaseModelOutputWithPast(last_hidden_state=context.hidden)
+    if isinstance(context, HiddenStates):
+        outputs = call_packed(stack, state.positions, original, {**given, CONTEXT: context.shared})
+        context.found.append(outputs.last_hidden_state)
+        outputs.last_hidden_state = outputs.last_hidden_state[:, :1]
+        return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
         return call_packed(stack, state.positions, original, given)
     packed = pack(stack, state, given)
@@ -325,13 +332,38 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
         refuse_noise(stack, state.sites)
 
 
+def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> None:
+    """Refuse to compute a batch in parts where that changes what is computed.
+
+    Raises:
+        NotImplementedError: RoPE is scaled by the longest position of a forward, or rows draw random numbers.
+        ValueError: the layout is on another device than the model.
+    """
+    kinds = _rope_kinds(stack) & {"dynamic", "longrope"}
+    if kinds and int(layout.position_ids.max(initial=0)) + 1 > _rope_limit(stack, 0):
+        raise NotImplementedError(
+            f"RoPE of kind {', '.join(sorted(map(str, kinds)))} is scaled by the longest position of each forward, and "
+            "prompts and branches would be scaled apart; run the batch in one forward"
+        )
+    embeddings: Any = stack.get_input_embeddings
+    device = embeddings().weight.device
+    if layout.device != device and device.type != "meta":
+        raise ValueError(f"the layout is on {layout.device}, the model's embedding is on {device}")
+    if stack.training and torch.is_grad_enabled():
+        refuse_noise(stack, state.sites)
+
+
+def _rope_limit(stack: nn.Module, default: int) -> int:
+    config: Any = stack.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return getattr(config, "original_max_position_embeddings", None) or parameters.get(
+        "original_max_position_embeddings", getattr(config, "max_position_embeddings", default)
+    )
+
+
 def _check_rope(stack: nn.Module, layout: TreeLayout) -> None:
     """Length-dependent RoPE looks at the largest position of the padded batch, which packing may take away."""
-    config: Any = stack.config
-    parameters, kinds = getattr(config, "rope_parameters", None) or {}, _rope_kinds(stack)
-    limit = getattr(config, "original_max_position_embeddings", None) or parameters.get(
-        "original_max_position_embeddings", getattr(config, "max_position_embeddings", layout.shape[1])
-    )
+    kinds, limit = _rope_kinds(stack), _rope_limit(stack, layout.shape[1])
     padded, packed = layout.shape[1], int(layout.position_ids.max()) + 1
     if padded <= limit or padded == packed or layout.num_row_tokens == layout.shape[0] * layout.shape[1]:
         return

@@ -1,0 +1,81 @@
+"""Which token predicts which: every scored token of every row, and where its prediction comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from augtree_fx.layout import TreeLayout
+from augtree_fx.trie import IntArray
+from augtree_fx.waves import token_index
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Scored tokens of rows, in row order; a token that several rows share is scored for each.
+
+    Attributes:
+        row: ``[n]`` row of the token.
+        index: ``[n]`` its place in its row, at least 1.
+        slot: ``[n]`` its flat place in the caller's ``[batch, sequence]``.
+        source: ``[n]`` packed token whose hidden state predicts it: the one before it in its row.
+        target: ``[n]`` packed token that it is.
+    """
+
+    row: IntArray
+    index: IntArray
+    slot: IntArray
+    source: IntArray
+    target: IntArray
+
+    @staticmethod
+    def of(layout: TreeLayout, scored: Tensor | None, prompts: IntArray) -> Predictions:
+        """Scored tokens of a layout.
+
+        Args:
+            layout: the tree.
+            scored: ``layout.shape``, non-zero where a token is scored; ``None`` for all tokens outside of prompts.
+            prompts: nodes that are prompts.
+
+        Raises:
+            ValueError: ``scored`` has another shape than the batch.
+        """
+        length = np.maximum(layout.row_length - 1, 0)
+        row = np.repeat(np.arange(layout.num_rows), length)
+        index = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length) + 1
+        slot = layout.row_begin[row] + index
+        target, source = layout.packed_index[slot], layout.packed_index[slot - 1]
+        if scored is None:
+            in_prompt = np.zeros(layout.num_tokens, dtype=bool)
+            in_prompt[token_index(layout, prompts)] = True
+            chosen = ~in_prompt[target]
+        else:
+            if tuple(scored.shape) != tuple(layout.shape):
+                raise ValueError(
+                    f"scored must have the batch's shape, {tuple(layout.shape)}, got {tuple(scored.shape)}"
+                )
+            chosen = scored.reshape(-1).to("cpu", torch.bool).numpy()[slot]
+        return Predictions(*(x[chosen] for x in (row, index, slot, source, target)))
+
+    def take(self, chosen: IntArray) -> Predictions:
+        """Some of them."""
+        return Predictions(*(x[chosen] for x in (self.row, self.index, self.slot, self.source, self.target)))
+
+    def inside(self, tokens: IntArray) -> IntArray:
+        """Numbers of those whose token is one of some packed tokens."""
+        return np.flatnonzero(np.isin(self.target, tokens))
+
+    def sources_among(self, tokens: IntArray) -> IntArray:
+        """Packed tokens, ascending, that predict something and are among some packed tokens."""
+        return np.intersect1d(self.source, tokens)
+
+    def any_below(self, layout: TreeLayout, nodes: IntArray) -> bool:
+        """Whether something is scored in nodes or their descendants."""
+        below = np.zeros(layout.num_nodes + 1, dtype=bool)
+        below[nodes] = True
+        for node in range(layout.num_nodes):
+            below[node] |= below[layout.parent[node]]
+        return len(self.inside(token_index(layout, np.flatnonzero(below[:-1])))) > 0

@@ -1,0 +1,193 @@
+"""Prompts once, then their branches wave by wave: one wave is alive at a time, whatever the size of the group.
+
+with augtree_fx.prefill(model, layout) as tree:     prompts forward, their graph is kept
+    for wave in tree.waves(max_tokens=16_384):      branches forward, on K and V of the prompts as leaves
+        loss_of(wave).backward()                    frees the wave; dK and dV of the prompts add up
+                                                    leaving: one backward through the prompts' graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from augtree_fx.layout import TreeLayout
+from augtree_fx.predictions import Predictions
+from augtree_fx.stages import ComputedStage, StageRunner
+from augtree_fx.transforms import find_stack, is_installed
+from augtree_fx.transforms.install import STATE
+from augtree_fx.wave import Wave
+from augtree_fx.waves import Stage, plan_waves
+
+ON_UNUSED = ("error", "skip")
+
+
+def prefill(
+    model: nn.Module,
+    layout: TreeLayout,
+    *,
+    max_wave_tokens: int | None = None,
+    scored: Tensor | None = None,
+    on_unused: str = "error",
+) -> Tree:
+    """Compute the prompts of a batch now, and its branches in waves that are alive one at a time.
+
+    Memory is that of the prompts' activations, their K and V with gradients in float32, and one wave; it does not grow
+    with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves.
+
+    Args:
+        model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
+        layout: the batch, on the model's device; `TreeLayout.from_groups`, `.from_padded` or `.from_packed`.
+        max_wave_tokens: packed tokens of a wave, unless `Tree.waves` says otherwise; ``None`` for one wave.
+        scored: ``layout.shape``, non-zero at tokens whose log-probs are wanted. By default all tokens but the first of
+            each row and those of prompts: of nodes at level 0 that have branches.
+        on_unused: what to do about a wave without a backward, or waves that are left over: ``"error"``, or ``"skip"``,
+            then they count as waves without a loss.
+
+    Returns:
+        A context manager; prompts are computed on entering it. Leaving it runs the backward through the prompts. After
+        an exception nothing is left: the parameters' gradients are what they were before.
+
+    Raises:
+        ValueError: the model is not transformed, ``scored`` has another shape, or ``on_unused`` or
+            ``max_wave_tokens`` is unknown or below 1.
+        NotImplementedError: what the model's layers or wrappers do cannot be cut into waves.
+    """
+    stack = find_stack(model)
+    if not is_installed(stack):
+        raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
+    if on_unused not in ON_UNUSED:
+        raise ValueError(f"on_unused must be one of {', '.join(ON_UNUSED)}, got {on_unused!r}")
+    if max_wave_tokens is not None and max_wave_tokens < 1:
+        raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise NotImplementedError(
+            "DistributedDataParallel expects one backward a forward; pass model.module and average the gradients after "
+            "the block, or use FSDP2"
+        )
+    return Tree(StageRunner(model, stack, getattr(stack, STATE), layout), max_wave_tokens, scored, on_unused)
+
+
+class Tree:
+    """A batch whose prompts are computed; made by `prefill`, and entered once."""
+
+    def __init__(self, runner: StageRunner, max_wave_tokens: int | None, scored: Tensor | None, on_unused: str) -> None:
+        self.layout = runner.layout
+        self._runner, self._on_unused = runner, on_unused
+        self._max_wave_tokens = max_wave_tokens
+        self._prompts = plan_waves(runner.layout, None).nodes
+        self._predictions = Predictions.of(runner.layout, scored, self._prompts)
+        self._root: ComputedStage | None = None
+        self._open: list[ComputedStage] = []
+        self._wave: Wave | None = None
+        self._state = "new"  # then "entered", "started", "finished", "closed"
+
+    def __enter__(self) -> Tree:
+        if self._state != "new":
+            raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
+        self._runner.begin()
+        try:
+            self._root = self._runner.compute(self._prompts, None, self._predictions)
+        except BaseException:
+            self._runner.end(keep=False)
+            raise
+        self._open.append(self._root)
+        self._state = "entered"
+        return self
+
+    def waves(self, max_tokens: int | None = None) -> Iterator[Wave]:
+        """Waves of branches, longest branches first; a wave is to be used up before the next one is asked for.
+
+        Args:
+            max_tokens: packed tokens of a wave; by default what `prefill` was told.
+
+        Raises:
+            RuntimeError: outside of the block, or a second time; a wave had no backward; parameters changed.
+            ValueError: ``max_tokens`` is below 1.
+        """
+        if self._state != "entered":
+            raise RuntimeError(
+                "waves are taken once, inside the block: `with augtree_fx.prefill(model, layout) as tree`"
+                if self._state != "started"
+                else "tree.waves() was called already; waves of one tree are taken once"
+            )
+        plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens)
+        self._state = "started"
+        assert self._root is not None
+        return self._run(plan, self._root)
+
+    def _run(self, plan: Stage, stage: ComputedStage) -> Iterator[Wave]:
+        yield from self._hand_out(self._own_wave(stage))
+        for nodes in plan.waves:
+            yield from self._hand_out(self._branches(stage, nodes))
+        for inner in plan.inner:
+            if not self._predictions.any_below(self.layout, inner.nodes):
+                continue
+            self._runner.check_parameters()
+            computed = self._runner.compute(inner.nodes, stage, self._predictions)
+            self._open.append(computed)
+            yield from self._run(inner, computed)
+            self._open.pop().backward()
+        if stage is self._root:
+            self._state = "finished"
+
+    def _own_wave(self, stage: ComputedStage) -> Wave | None:
+        """What is scored inside of a stage itself."""
+        chosen = self._predictions.inside(stage.tokens)
+        return Wave(self._runner, self._predictions.take(chosen), stage.path(), None) if len(chosen) else None
+
+    def _branches(self, stage: ComputedStage, nodes: Any) -> Wave | None:
+        tokens = self._runner.tokens_of(nodes)
+        chosen = self._predictions.inside(tokens)
+        if not len(chosen):
+            return None
+        self._runner.check_parameters()
+        hidden, _ = self._runner.forward(nodes, stage, keep=False)
+        return Wave(self._runner, self._predictions.take(chosen), stage.path(), (tokens, hidden))
+
+    def _hand_out(self, wave: Wave | None) -> Iterator[Wave]:
+        if wave is None:
+            return
+        self._wave = wave
+        yield wave
+        self._settle(wave)
+
+    def _settle(self, wave: Wave) -> None:
+        self._wave = None
+        if self._on_unused == "error" and wave.wants_backward:
+            raise RuntimeError(
+                "a wave had no backward: call loss.backward() inside the loop over tree.waves(), or pass "
+                "on_unused='skip' for waves without a loss"
+            )
+        wave.free()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        completed = False
+        try:
+            if kind is None:
+                self._finish()
+                completed = True
+        finally:
+            self._state = "closed"
+            self._open.clear()
+            self._root = None
+            if self._wave is not None:
+                self._wave.free()
+            self._runner.end(keep=completed)
+
+    def _finish(self) -> None:
+        if self._wave is not None:
+            self._settle(self._wave)
+        grad = self._runner.with_grad
+        if self._state != "finished" and self._on_unused == "error" and grad:
+            raise RuntimeError(
+                "waves are left over: take all of tree.waves(), or pass on_unused='skip' for branches without a loss"
+            )
+        self._runner.check_parameters()
+        while self._open:
+            self._open.pop().backward()

@@ -1,0 +1,198 @@
+"""Forwards of parts of a tree: hidden states of some nodes, on K and V of their ancestors that were computed before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from augtree_fx.layout import TreeLayout
+from augtree_fx.predictions import Predictions
+from augtree_fx.reference import accumulation_dtype
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV
+from augtree_fx.transforms.skeleton import CONTEXT
+from augtree_fx.transforms.stack import StackState, make_context, packed_arguments, refuse_waves
+from augtree_fx.trie import IntArray
+from augtree_fx.waves import part_of, token_index
+
+
+@dataclass(eq=False)
+class ComputedStage:
+    """Nodes whose graph is kept while their descendants are computed.
+
+    Attributes:
+        nodes: node numbers, those of the stages above included.
+        tokens: packed tokens of its own nodes.
+        above: the stage that it continues.
+        prompts: K and V of all its nodes, as leaves.
+        kept: K and V of its own tokens in its graph.
+        sources: packed tokens of its own whose hidden states predict something, ascending.
+        hidden: ``[sources, hidden size]`` in its graph.
+        leaf: the same as a leaf in the accumulation dtype.
+    """
+
+    nodes: IntArray
+    tokens: IntArray
+    above: ComputedStage | None
+    prompts: dict[Place, PromptKV]
+    kept: dict[Place, tuple[Tensor, Tensor]]
+    sources: IntArray
+    hidden: Tensor
+    leaf: Tensor
+
+    def path(self) -> list[ComputedStage]:
+        """This stage and those above it."""
+        return [self, *(self.above.path() if self.above else [])]
+
+    def backward(self) -> None:
+        """Send what has come back to its leaves through its graph, once, and to the stage above."""
+        roots, gradients = [], []
+
+        def send(root: Tensor, gradient: Tensor | None) -> None:
+            if root.requires_grad and gradient is not None:
+                roots.append(root)
+                gradients.append(gradient.to(root.dtype))
+
+        send(self.hidden, self.leaf.grad)
+        for place, own in self.kept.items():
+            for name, tensor in zip(("k_handle", "v_handle"), own, strict=True):
+                gradient = getattr(self.prompts[place], name).grad
+                if gradient is None:
+                    continue
+                before = len(gradient) - len(tensor)
+                send(tensor, gradient[before:])
+                if before:
+                    assert self.above is not None
+                    _add_to(getattr(self.above.prompts[place], name), gradient[:before])
+        self.prompts = {}
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self.kept = {}
+
+
+def _add_to(leaf: Tensor, gradient: Tensor) -> None:
+    if leaf.requires_grad:
+        leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
+
+
+@dataclass(eq=False)
+class StageRunner:
+    """Runs parts of a tree through a model, and looks after the parameters' gradients meanwhile.
+
+    Attributes:
+        model: as the caller has it, wrappers included: its forward is called, so that their hooks run.
+        stack: its decoder stack.
+        state: of the stack.
+        layout: the tree.
+    """
+
+    model: nn.Module
+    stack: nn.Module
+    state: StackState
+    layout: TreeLayout
+    with_grad: bool = False
+    _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Put the parameters' gradients aside.
+
+        Raises:
+            RuntimeError: another prefill of this model is not left yet.
+            NotImplementedError: the model's layers cannot run in parts.
+        """
+        if self.state.in_waves:
+            raise RuntimeError(
+                "another augtree_fx.prefill of this model is open; leave its block first, or put both batches into one "
+                "layout"
+            )
+        refuse_waves(self.stack, self.state, self.layout)
+        self.state.in_waves, self.with_grad = True, torch.is_grad_enabled()
+        self._saved = [(p, p._version, p.grad) for p in self.model.parameters() if p.requires_grad]
+        for parameter, _, _ in self._saved:
+            parameter.grad = None
+
+    def end(self, *, keep: bool) -> None:
+        """Give the gradients back, those of the waves added to them if they are to be kept."""
+        for parameter, _, before in self._saved:
+            if not keep:
+                parameter.grad = before
+            elif before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._saved = []
+        self.state.in_waves = False
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if a parameter changed since `begin`."""
+        changed = sum(parameter._version != version for parameter, version, _ in self._saved)
+        if changed:
+            raise RuntimeError(
+                f"{changed} parameters changed since prefill; step the optimizer after the block, not between waves"
+            )
+
+    def tokens_of(self, nodes: IntArray) -> IntArray:
+        """Packed tokens of nodes."""
+        return token_index(self.layout, nodes)
+
+    def forward(
+        self, nodes: IntArray, stage: ComputedStage | None, *, keep: bool
+    ) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+        """Hidden states ``[tokens, hidden size]`` of nodes below a stage, and K and V of their tokens if kept."""
+        above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
+        part = part_of(self.layout, np.concatenate([above, nodes]))
+        context = make_context(part, self.state, len(above))
+        kept: dict[Place, tuple[Tensor, Tensor]] = {}
+        context = replace(
+            context,
+            prompts=stage.prompts if stage is not None and len(above) else None,
+            kept=kept if keep else None,
+        )
+        arguments = packed_arguments(self.stack, self.state, part, context, len(above))
+        hidden = HiddenStates(context)
+        self.model(**{**arguments, CONTEXT: hidden})
+        return hidden.found[0][0], kept
+
+    def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
+        """Compute nodes and keep their graph; without nodes, a stage of no token.
+
+        Raises:
+            NotImplementedError: a layer's K and V are cut off from the graph (reentrant checkpointing).
+        """
+        outer = above.nodes if above is not None else nodes[:0]
+        tokens = self.tokens_of(nodes)
+        if not len(nodes):
+            nothing = torch.empty(0)
+            return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
+        hidden, kept = self.forward(nodes, above, keep=True)
+        if self.with_grad and hidden.requires_grad and not any(k.requires_grad for k, _ in kept.values()):
+            raise NotImplementedError(
+                "no layer's keys are part of the graph; checkpoint with gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}"
+            )
+        sources = predictions.sources_among(tokens)
+        picked = hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)]
+        leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(picked.requires_grad)
+        prompts = {place: _leaves(place, own, above) for place, own in kept.items()}
+        return ComputedStage(np.concatenate([outer, nodes]), tokens, above, prompts, kept, sources, picked, leaf)
+
+    def head(self, hidden: Tensor) -> Any:
+        """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None])})
+
+
+def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None) -> PromptKV:
+    """K and V of a stage's tokens, after those of the stages above, with handles that hold no memory."""
+    tensors = [x.detach() for x in own]
+    needs = [x.requires_grad for x in own]
+    if above is not None and above.prompts:
+        outer = above.prompts[place]
+        tensors = [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]
+        needs = [need or handle.requires_grad for need, handle in zip(needs, outer[2:], strict=True)]
+    handles = [
+        torch.zeros((), dtype=accumulation_dtype(x.dtype), device=x.device).expand(x.shape).requires_grad_(need)
+        for x, need in zip(tensors, needs, strict=True)
+    ]
+    return PromptKV(*tensors, *handles)
