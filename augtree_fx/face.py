@@ -33,7 +33,14 @@ class RewriteError(NotImplementedError):
         )
 
 
-def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = None, strict: bool = True) -> Model:
+def transform(
+    model: Model,
+    *,
+    kernel: str = "auto",
+    costs: CostModel | None = None,
+    strict: bool = True,
+    max_wave_tokens: int | None = None,
+) -> Model:
     """Rewrite a Hugging Face decoder in place so that what rows of a batch share is computed once, differentiably.
 
     Call it on the model itself, before `torch.compile`, DDP or FSDP; PEFT adapters may come before or after.
@@ -47,18 +54,23 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
             size of a layer and the device. `CostModel.free()` shares whatever can be shared.
         strict: raise on a decoder or a batch that cannot be shared exactly. With ``False`` the decoder is left
             unchanged, or the original forward runs, and the log says so once.
+        max_wave_tokens: for groups larger than memory: branches go through the layers in waves of so many packed
+            tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
+            ``None`` computes all of them at once. `prefill` gives a loop over waves instead, and computes none twice.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: not a transformers model, or already compiled.
-        ValueError: ``kernel`` is unknown, or the model has no list of decoder layers.
+        ValueError: ``kernel`` is unknown, ``max_wave_tokens`` is below 1, or the model has no list of decoder layers.
         NotImplementedError: an encoder-decoder model, or (`RewriteError`, with ``.refusals``) an attention site that
             cannot be rewritten. The model is left as it was.
     """
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
+    if max_wave_tokens is not None and max_wave_tokens < 1:
+        raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -71,7 +83,10 @@ def transform(model: Model, *, kernel: str = "auto", costs: CostModel | None = N
         return model
     if is_installed(stack):
         uninstall(stack)
-    install(stack, sites, StackState(tuple(sites), kernel, strict, costs, positions=position_rule(stack)))
+    state = StackState(
+        tuple(sites), kernel, strict, costs, positions=position_rule(stack), max_wave_tokens=max_wave_tokens
+    )
+    install(stack, sites, state)
     return model
 
 

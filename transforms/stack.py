@@ -23,11 +23,14 @@ from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
+from augtree_fx.transforms.in_waves import run_in_waves
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
 from augtree_fx.transforms.live import changed_sites, refuse_noise
 from augtree_fx.transforms.positions import PositionRule, call_packed
 from augtree_fx.transforms.provenance import UnknownOrigin
 from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers, separates_axes
+from augtree_fx.trie import IntArray
+from augtree_fx.waves import Stage, part_of, plan_waves, token_index
 
 logger = logging.getLogger("augtree_fx")
 
@@ -50,6 +53,7 @@ class StackState:
         axes: whether masks look at ``position_ids`` of so many axes, or why the stack cannot take them.
         positions: which positions tokens get by default, and how the stack takes others.
         in_waves: whether a batch is being computed in parts (`augtree_fx.prefill`).
+        max_wave_tokens: packed tokens of branches that are alive at a time; ``None`` for all.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -61,11 +65,45 @@ class StackState:
     axes: dict[int, bool | str] = field(default_factory=dict)
     positions: PositionRule = PositionRule()
     in_waves: bool = False
+    max_wave_tokens: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
         return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes)}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A batch that goes through the stack in parts.
+
+    Attributes:
+        plan: the parts.
+        layout: the tree.
+        tokens: what it is given for each slot, where token ids do not say it all.
+        extras: further keywords of the stack's forward.
+    """
+
+    plan: Stage
+    layout: TreeLayout
+    tokens: TokenInputs | None
+    extras: dict[str, Any]
+
+    def run(self, stack: nn.Module, state: StackState, original: Callable[..., Any]) -> tuple[Any, Tensor]:
+        """Outputs of all parts as of one forward, and which of its tokens each slot shows."""
+
+        def forward(nodes: IntArray, above: IntArray, prompts: Any, kept: Any) -> Any:
+            part = part_of(self.layout, np.concatenate([above, nodes]))
+            context = replace(make_context(part, state, len(above)), prompts=prompts, kept=kept)
+            arguments = packed_arguments(stack, state, part, context, len(above))
+            if self.tokens is not None:
+                arguments = _embedded(arguments, self.tokens, part_of(self.layout, nodes))
+            return call_packed(stack, state.positions, original, self.extras | arguments)
+
+        outputs, nodes = run_in_waves(self.plan, forward)
+        place = np.full(self.layout.num_tokens + 1, -1, dtype=np.int64)  # the last entry is for padding, -1
+        place[token_index(self.layout, nodes)] = np.arange(self.layout.num_tokens)
+        return outputs, torch.from_numpy(place[self.layout.packed_index]).to(self.layout.device)
 
 
 @dataclass(frozen=True)
@@ -77,12 +115,14 @@ class PackedCall:
         index: ``[batch * sequence]`` packed token that each slot of the caller shows, -1 where it is padding.
         shape: the caller's ``(batch, sequence)``.
         num_tokens: packed tokens.
+        parts: what its parts are called with, where they are to run one after another.
     """
 
     arguments: dict[str, Any]
     index: Tensor
     shape: tuple[int, int]
     num_tokens: int
+    parts: Parts | None = None
 
     def show(self, outputs: Any) -> Any:
         """Outputs in the caller's shape, see `show_rows`."""
@@ -150,7 +190,16 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
     packed = pack(stack, state, given)
     if packed is None:
         return original(stack, **given)
+    if packed.parts is not None:
+        return _run_parts(stack, state, original, packed)
     return packed.show(call_packed(stack, state.positions, original, packed.arguments))
+
+
+@torch.compiler.disable(recursive=False)
+def _run_parts(stack: nn.Module, state: StackState, original: Callable[..., Any], packed: PackedCall) -> Any:
+    assert packed.parts is not None
+    outputs, index = packed.parts.run(stack, state, original)
+    return show_rows(outputs, index, packed.shape, packed.num_tokens)
 
 
 @torch.compiler.disable
@@ -162,13 +211,25 @@ def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCa
     except Unshared as reason:
         _note(state, str(reason))
         return None
-    call = pack_layout(stack, state, layout)
-    if tokens is not None:
-        packed = {"inputs_embeds": None, **call.arguments, "input_ids": None, **tokens.packed(layout)}
-        call = replace(call, arguments=packed)
     state.num_shared += 1
-    kept = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
-    return replace(call, arguments=kept | call.arguments)
+    extras = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
+    if state.max_wave_tokens is not None and _branch_tokens(layout) > state.max_wave_tokens:
+        refuse_waves(stack, state, layout)
+        index = torch.from_numpy(layout.packed_index)
+        parts = Parts(plan_waves(layout, state.max_wave_tokens), layout, tokens, extras)
+        return PackedCall({}, index, layout.shape, layout.num_tokens, parts)
+    call = pack_layout(stack, state, layout)
+    arguments = call.arguments if tokens is None else _embedded(call.arguments, tokens, layout)
+    return replace(call, arguments=extras | arguments)
+
+
+def _branch_tokens(layout: TreeLayout) -> int:
+    """Tokens of the nodes that go through waves: all but prompts."""
+    return int(layout.length[layout.parent >= 0].sum())
+
+
+def _embedded(arguments: dict[str, Any], tokens: TokenInputs, layout: TreeLayout) -> dict[str, Any]:
+    return {"inputs_embeds": None, **arguments, "input_ids": None, **tokens.packed(layout)}
 
 
 def _note(state: StackState, reason: str) -> None:

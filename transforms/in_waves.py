@@ -1,0 +1,129 @@
+"""One forward of a stack in parts: prompts once, then waves of branches under checkpointing, in one graph.
+
+The outputs of all parts come back as one; backward computes one wave after another again, so that one is alive at a
+time. What the waves send back to the prompts' K and V is added up in the accumulation dtype, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from augtree_fx.reference import accumulation_dtype
+from augtree_fx.transforms.context import Place, PromptKV
+from augtree_fx.trie import IntArray
+from augtree_fx.waves import Stage
+
+Kept = dict[Place, tuple[Tensor, Tensor]]
+
+
+class Forward(Protocol):
+    """Runs the stack on some nodes.
+
+    Args:
+        nodes: node numbers, ascending.
+        above: nodes that they continue, computed before, ascending.
+        prompts: K and V of these.
+        kept: gets K and V of the nodes' own tokens.
+    """
+
+    def __call__(
+        self, nodes: IntArray, above: IntArray, prompts: dict[Place, PromptKV] | None, kept: Kept | None
+    ) -> Any: ...
+
+
+class _Handle(torch.autograd.Function):
+    """Stands for K or V of prompts in the accumulation dtype, and holds no memory; its gradient is theirs.
+
+    Args:
+        outer: handle of the stages above, or ``None``.
+        own: ``[tokens, heads, size]`` K or V of a stage's own tokens, in their graph.
+
+    Returns:
+        ``[outer + own tokens, heads, size]``, all on one element.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outer: Tensor | None, own: Tensor) -> Tensor:
+        ctx.before, ctx.dtype = 0 if outer is None else len(outer), own.dtype
+        zero = torch.zeros((), dtype=accumulation_dtype(own.dtype), device=own.device)
+        return zero.expand(ctx.before + len(own), *own.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor]:
+        (gradient,) = gradients
+        return gradient[: ctx.before] if ctx.before else None, gradient[ctx.before :].to(ctx.dtype)
+
+
+@dataclass
+class _Run:
+    """Outputs of the parts so far, and which nodes they are of."""
+
+    forward: Forward
+    outputs: list[Any] = field(default_factory=list)
+    nodes: list[IntArray] = field(default_factory=list)
+
+    def stage(self, plan: Stage, above: IntArray, prompts: dict[Place, PromptKV] | None) -> None:
+        if len(plan.nodes):
+            kept: Kept = {}
+            self._add(plan.nodes, self.forward(plan.nodes, above, prompts, kept))
+            prompts = {place: _prompt_kv(own, prompts and prompts[place]) for place, own in kept.items()}
+            above = np.concatenate([above, plan.nodes])
+        for nodes in plan.waves:
+            self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))
+        for inner in plan.inner:
+            self.stage(inner, above, prompts)
+
+    def _add(self, nodes: IntArray, outputs: Any) -> None:
+        self.nodes.append(nodes)
+        self.outputs.append(outputs)
+
+
+def run_in_waves(plan: Stage, forward: Forward) -> tuple[Any, IntArray]:
+    """Run all parts of a plan.
+
+    Returns:
+        The outputs as of one forward, and the node numbers in the order of its tokens.
+    """
+    run = _Run(forward)
+    run.stage(plan, np.empty(0, dtype=np.int64), None)
+    return joined(run.outputs), np.concatenate(run.nodes)
+
+
+def _checkpointed(function: Callable[[], Any]) -> Any:
+    return checkpoint(function, use_reentrant=False) if torch.is_grad_enabled() else function()
+
+
+def _prompt_kv(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> PromptKV:
+    values = [x.detach() for x in own]
+    if outer is not None:
+        values = [torch.cat(pair) for pair in zip(outer[:2], values, strict=True)]
+    outer_handles = (None, None) if outer is None else outer[2:]
+    return PromptKV(*values, *(_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True)))
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Outputs of several forwards as those of one: ``[1, T, ...]`` and ``[T, ...]`` tensors in a row, the rest mapped.
+
+    Raises:
+        NotImplementedError: an output that has no token dim, and is not the same in all parts.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts), dim=1 if first.ndim >= 3 and first.shape[0] == 1 else 0)
+    if isinstance(first, tuple):
+        return tuple(joined(items) for items in zip(*parts, strict=True))
+    if isinstance(first, dict):
+        for name in list(first):
+            first[name] = joined([part[name] for part in parts])
+        return first
+    if any(part is not first and part != first for part in parts):
+        raise NotImplementedError(f"an output of type {type(first).__name__} cannot be put together from waves")
+    return first
