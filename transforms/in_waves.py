@@ -74,7 +74,8 @@ class _Run:
         if len(plan.nodes):
             kept: Kept = {}
             self._add(plan.nodes, self.forward(plan.nodes, above, prompts, kept))
-            prompts = {place: _prompt_kv(own, prompts and prompts[place]) for place, own in kept.items()}
+            outer = prompts or {}
+            prompts = {place: _prompt_kv(own, outer.get(place)) for place, own in kept.items()}
             above = np.concatenate([above, plan.nodes])
         for nodes in plan.waves:
             self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))
