@@ -210,8 +210,8 @@ class TreeLayout:
         Raises:
             ValueError: ``multiple`` is below 1.
         """
-        if multiple < 1:
-            raise ValueError(f"packed tokens must be padded to a multiple of at least 1, got {multiple}")
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise ValueError(f"packed tokens must be padded to a multiple of at least 1, got {multiple!r}")
         missing = -self.num_tokens % multiple
         if not missing:
             return self

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from augtree_fx import compiled, reference
-from augtree_fx.reference import accumulation_dtype
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -85,16 +84,6 @@ def partial_softmax_backward(
     if kernels is not None:
         return kernels.partial_softmax_backward(dout, dlse, outs, lses, sinks, out, lse)
     return compiled.run(_merge_backward, dout, dlse, list(outs), list(lses), sinks, out, lse)
-
-
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``, which a softmax's backward subtracts; both ``[T, H, E]``.
-
-    Returns:
-        ``[H, T]`` in the accumulation dtype: float64 for float64, otherwise float32.
-    """
-    kernels = _triton_kernels([dout, out], [], None)
-    return compiled.run(_row_delta, dout, out) if kernels is None else kernels.row_delta(dout, out)
 
 
 def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -188,11 +177,6 @@ def _merge_backward(
     lse: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     return reference.partial_softmax_backward(dout, dlse, _cleared(outs, lses), lses, sinks, out, lse)
-
-
-def _row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    dtype = accumulation_dtype(out.dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(-1).T.contiguous()
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

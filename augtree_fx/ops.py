@@ -15,7 +15,7 @@ from torch import Tensor
 
 from augtree_fx import merge, tree_attention
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
-from augtree_fx.tables import decode_calls
+from augtree_fx.tables import Calls, decode_calls
 
 _TABLES = "Tensor segments, Tensor cu_seqlens, Tensor? kv_index"
 _SPEC = "float scale, int window, float softcap, str kernel"
@@ -39,6 +39,37 @@ def _define(
     torch.library.register_fake(f"augtree::{name}")(fake)
 
 
+def _no_second_derivative(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError(
+        "augtree-fx's attention has no second derivative; call backward without create_graph=True, or run what needs "
+        "it on the unmodified model (augtree_fx.restore)"
+    )
+
+
+def _differentiable_once(name: str) -> None:
+    """Let a backward op run under ``create_graph=True``; only going through it again is refused."""
+    torch.library.register_autograd(f"augtree::{name}", _no_second_derivative, setup_context=lambda *_, **__: None)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, calls: Calls, kv_index: Tensor | None, window: int, softcap: float) -> None:
+    """What kernels take for granted; a wrong table reads past the end of a tensor in them."""
+    queries = max((call.q_range.stop for call in calls), default=0)
+    keys = max((call.k_range.stop for call in calls), default=0)
+    num_keys = len(k) if kv_index is None else len(kv_index)
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q must be [T, H, D], k [S, K, D], v [S, K, E], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
+    if queries > len(q) or keys > num_keys:
+        raise ValueError(f"the tables are of {queries} queries and {keys} keys, got {len(q)} and {num_keys}")
+    if window < 0 or softcap < 0:
+        raise ValueError(f"window and softcap must be at least 0 (none), got {window} and {softcap}")
+    if window and not all(call.causal for call in calls):
+        raise ValueError(f"a window of {window} needs tables of that window; layout.tables(window) makes them")
+
+
 def _replay(
     q: Tensor,
     k: Tensor,
@@ -53,6 +84,7 @@ def _replay(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     calls = decode_calls(segments, cu_seqlens)
+    _check(q, k, v, calls, kv_index, window, softcap)
     return tree_attention.forward(q, k, v, calls, kv_index, sinks, AttentionSpec(scale, window, softcap), kernel)
 
 
@@ -134,6 +166,7 @@ _define(
     _READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::replay_attention", _replay_grad, setup_context=_save_replay)
+_differentiable_once("replay_attention_backward")
 
 
 def _prefill(
@@ -280,6 +313,7 @@ _define(
     _READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::wave_attention", _wave_grad, setup_context=_save_wave)
+_differentiable_once("wave_attention_backward")
 
 
 def _merge_fake(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -345,6 +379,7 @@ _define(
     _merge_backward_fake,
 )
 torch.library.register_autograd("augtree::partial_softmax", _merge_grad, setup_context=_save_merge)
+_differentiable_once("partial_softmax_backward")
 
 
 _COLLECTED_SLOTS = 1 << 15

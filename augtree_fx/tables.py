@@ -147,13 +147,21 @@ class Calls(Sequence[AttentionCall]):
 
 
 def decode_calls(segments: Tensor, cu_seqlens: Tensor) -> Calls:
-    """The calls that a pair of table tensors (see `AttentionTables`) stands for."""
+    """The calls that a pair of table tensors (see `AttentionTables`) stands for.
+
+    Raises:
+        ValueError: tensors of other shapes or dtypes than those.
+    """
+    if segments.dtype != torch.int64 or segments.ndim != 2 or segments.shape[1] != 6:
+        raise ValueError(f"segments must be [segments, 6] int64, got {tuple(segments.shape)} {segments.dtype}")
     key = segments.numpy().tobytes()
     calls, first = [], 0
     for causal, members in decode_segments(key):
         last = first + len(members) + 1
         calls.append(AttentionCall(members, causal, cu_seqlens[0, first:last], cu_seqlens[1, first:last]))
         first = last
+    if cu_seqlens.shape != (2, first):
+        raise ValueError(f"cu_seqlens must be [2, {first}] for these segments, got {tuple(cu_seqlens.shape)}")
     return Calls(tuple(calls), key)
 
 

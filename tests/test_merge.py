@@ -204,13 +204,9 @@ def check_backward(case: Case, run: Callable[..., Any] = merge.partial_softmax_b
         assert_close(dsinks, case.true_dsinks, 2 * relative * bounds.product * len(out), "dsinks")
 
 
-def check_sums(case: Case, delta: Callable[..., Tensor] = merge.row_delta, sink: Any = merge.sink_gradient) -> None:
+def check_sink_gradient(case: Case, sink: Any = merge.sink_gradient) -> None:
     dtype, bounds = case.outs[0].dtype, Bounds.of(case)
     out, lse = case.true_out.to(case.dout), case.true_lse.to(case.lses[0])
-    found = delta(case.dout, out)
-    assert found.dtype == case.lses[0].dtype and found.is_contiguous()
-    exact = torch.einsum("the,the->ht", case.dout.double(), out.double()).cpu()
-    assert_close(found, exact, bounds.weight * bounds.product, "delta")
     if case.sinks is not None and case.true_dsinks is not None:
         found = sink(case.dout, case.dlse, out, lse, case.sinks)
         assert found.dtype == dtype
@@ -221,7 +217,7 @@ def check_sums(case: Case, delta: Callable[..., Tensor] = merge.row_delta, sink:
 def check_all(case_of: Callable[[], Case], kernels: Any = merge) -> None:
     """``case_of`` makes a fresh case each time, because merging in place consumes one."""
     check_backward(case_of(), kernels.partial_softmax_backward)
-    check_sums(case_of(), kernels.row_delta, kernels.sink_gradient)
+    check_sink_gradient(case_of(), kernels.sink_gradient)
     first = check_forward(case_of(), kernels.partial_softmax)
     if case_of().outs[0].stride(-1) == 1:
         second = check_forward(case_of(), kernels.partial_softmax, in_place=True)
@@ -382,7 +378,6 @@ compiled.COMPILE_FROM = 1
 outs, lses = [torch.ones(4, 2, 3)] * 2, [torch.zeros(2, 4)] * 2
 for _ in range(3):
     out, lse = merge.partial_softmax(outs, lses, None)
-    merge.row_delta(out, out)
 torch.testing.assert_close(out, outs[0])
 """
 
@@ -505,6 +500,3 @@ class TestCuda:
         torch.testing.assert_close(out[-50:], torch.full_like(out[-50:], 2.5))
         torch.testing.assert_close(lse[:, -50:], torch.full_like(lse[:, -50:], 4.0).log())
         assert not out[:-50].any()
-        delta = merge.row_delta(out, out)
-        torch.testing.assert_close(delta[:, -50:], torch.full_like(delta[:, -50:], 2.5 * 2.5 * size))
-        assert not delta[:, :-50].any()

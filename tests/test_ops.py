@@ -290,3 +290,44 @@ def test_strides_do_not_matter(site: Site, view: str, kernel: str) -> None:
     expanded = torch.autograd.grad(out.sum(), q)[0]  # the gradient of a sum has strides 0
     out, _ = attend(site, LAYOUT, q, k, v, sinks, kernel)
     torch.testing.assert_close(expanded, torch.autograd.grad(out, q, torch.ones_like(out))[0], rtol=1e-12, atol=1e-12)
+
+
+def small_call(**changes: Any) -> tuple[Any, ...]:
+    """Arguments of `replay_attention` for a small tree, some of them changed."""
+    tables = TreeLayout.from_groups([[1, 2, 3]], [[[4], [5, 6]]]).tables()
+    given = {
+        "q": torch.randn(6, 4, 8), "k": torch.randn(6, 2, 8), "v": torch.randn(6, 2, 8), "segments": tables.segments,
+        "cu_seqlens": tables.cu_seqlens, "kv_index": None, "sinks": None, "scale": 1.0, "window": 0, "softcap": 0.0,
+        "kernel": "auto",
+    }  # fmt: skip
+    return tuple((given | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"q": torch.randn(5, 4, 8)}, "the tables are of 6 queries and 6 keys, got 5 and 6"),
+        ({"k": torch.randn(4, 2, 8), "v": torch.randn(4, 2, 8)}, "6 queries and 6 keys, got 6 and 4"),
+        ({"q": torch.randn(6, 3, 8)}, "query heads must be a multiple of key heads, got 3 and 2"),
+        ({"v": torch.randn(6, 1, 8)}, r"q must be \[T, H, D\], k \[S, K, D\], v \[S, K, E\]"),
+        ({"k": torch.randn(6, 2, 4)}, r"q must be \[T, H, D\]"),
+        ({"window": -3}, "window and softcap must be at least 0 .none., got -3"),
+        ({"softcap": -1.0}, "got 0 and -1.0"),
+        ({"window": 3}, "a window of 3 needs tables of that window"),
+        ({"segments": torch.zeros(3, 6, dtype=torch.int32)}, r"segments must be \[segments, 6\] int64, got \(3, 6\)"),
+        ({"cu_seqlens": torch.zeros(2, 3, dtype=torch.int32)}, r"cu_seqlens must be \[2, 6\] for these segments"),
+    ],
+)
+def test_what_kernels_take_for_granted_is_checked(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        torch.ops.augtree.replay_attention(*small_call(**changes))
+
+
+def test_first_derivatives_with_a_graph_and_no_second_ones() -> None:
+    q = torch.randn(6, 4, 8, requires_grad=True)
+    out, _ = torch.ops.augtree.replay_attention(*small_call(q=q))
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (expected,) = torch.autograd.grad(torch.ops.augtree.replay_attention(*small_call(q=q))[0].sum(), q)
+    assert dq.shape == expected.shape
+    with pytest.raises(NotImplementedError, match="attention has no second derivative; call backward without create_g"):
+        torch.autograd.grad(dq.sum(), q)

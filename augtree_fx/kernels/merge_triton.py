@@ -186,16 +186,15 @@ def _merge_backward_kernel(
         _store_sink_sums(partial_dsinks, sinks, through, whole, token, head, valid, num_heads, BLOCK_T, BLOCK_H)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_heads"], do_not_specialize_on_alignment=["sinks", "delta"])
-def _delta_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "num_heads"], do_not_specialize_on_alignment=["sinks"])
+def _sink_kernel(
     dout,
     dout_token_stride,
     dout_head_stride,
     out,
     out_token_stride,
     out_head_stride,
-    lses,  # packed: the LSE and its gradient, read for the sinks only
-    delta,
+    lses,  # packed: the LSE and its gradient
     sinks,
     partial_dsinks,
     num_tokens: tl.int64,
@@ -209,15 +208,11 @@ def _delta_kernel(
     token, head, valid = _rows(num_tokens, num_heads, BLOCK_T, BLOCK_H)
     dout_tile = _load_tile(dout, dout_token_stride, dout_head_stride, token, head, valid, E, BLOCK_E).to(tl.float32)
     out_tile = _load_tile(out, out_token_stride, out_head_stride, token, head, valid, E, BLOCK_E).to(tl.float32)
-    product = tl.sum(dout_tile * out_tile, axis=1)
-    if delta is not None:
-        tl.store(delta + head * num_tokens + token, product, mask=valid)
-    if sinks is not None:
-        through = -product
-        if HAS_DLSE:
-            through += tl.where(valid, _load_lse(lses, 1, token, head, valid), 0.0)
-        whole = _load_lse(lses, 0, token, head, valid)
-        _store_sink_sums(partial_dsinks, sinks, through, whole, token, head, valid, num_heads, BLOCK_T, BLOCK_H)
+    through = -tl.sum(dout_tile * out_tile, axis=1)
+    if HAS_DLSE:
+        through += tl.where(valid, _load_lse(lses, 1, token, head, valid), 0.0)
+    whole = _load_lse(lses, 0, token, head, valid)
+    _store_sink_sums(partial_dsinks, sinks, through, whole, token, head, valid, num_heads, BLOCK_T, BLOCK_H)
 
 
 def _pack(lses: Sequence[Tensor]) -> tuple[int, ...]:
@@ -332,40 +327,22 @@ def partial_softmax_backward(
     return douts, dlses, dsinks
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``, ``[H, T]`` float32."""
-    delta = torch.empty(out.shape[1], out.shape[0], dtype=torch.float32, device=out.device)
-    _launch_delta(dout, None, out, None, None, delta)
-    return delta
-
-
 def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Gradient of the sinks' logits, ``[H]``, summed over tiles and then over tokens in float32."""
-    partial_dsinks = _launch_delta(dout, dlse, out, lse, sinks, None)
-    assert partial_dsinks is not None
-    return partial_dsinks.sum(0).to(sinks.dtype)
-
-
-def _launch_delta(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor | None, sinks: Tensor | None, delta: Tensor | None
-) -> Tensor | None:
     dout, out = unit_stride((dout, out))
     blocks, grid, token_tiles = _tile(out, 2)
-    partial_dsinks = None
-    if sinks is not None:
-        partial_dsinks = torch.empty(token_tiles, out.shape[1], dtype=torch.float32, device=out.device)
+    partial_dsinks = torch.empty(token_tiles, out.shape[1], dtype=torch.float32, device=out.device)
     with _on_device_of(out):
-        _delta_kernel[grid](
+        _sink_kernel[grid](
             dout,
             *_strides([dout]),
             out,
             *_strides([out]),
-            _pack([x for x in (lse, dlse) if x is not None]),
-            delta,
-            None if sinks is None else sinks.contiguous(),
+            _pack([lse] if dlse is None else [lse, dlse]),
+            sinks.contiguous(),
             partial_dsinks,
             *out.shape[:2],
             HAS_DLSE=dlse is not None,
             **blocks,
         )
-    return partial_dsinks
+    return partial_dsinks.sum(0).to(sinks.dtype)

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from augtree_fx.examples.bench import timing
-from augtree_fx.examples.bench.rivals import Attend, Case, Inputs, Outcome, Rival, rivals, tree
+from augtree_fx.examples.bench.rivals import Attend, Case, Inputs, Outcome, Rival, copied, rivals
 from augtree_fx.examples.bench.shapes import BACKWARD_FLOP, FORWARD_FLOP, Heads, Shape
 from augtree_fx.tables import decode_calls
 
@@ -76,7 +76,8 @@ def _run_case(case: Case, options: Options, ceiling: float, kept: dict[str, Any]
 
 
 def reference(case: Case, inputs: Inputs) -> Outcome:
-    """The reference kernel on the same inputs: float32, or float64 on the CPU, in blocks of queries.
+    """The reference kernel on the same inputs, prompt and branches by themselves, without our tables: float32, or
+    float64 on the CPU, in blocks of queries.
 
     On CUDA its products are in TF32, 10 bits of mantissa: 3e-4 off, a tenth of what bf16 is, and seconds instead of
     minutes at a prompt of 64k.
@@ -85,7 +86,7 @@ def reference(case: Case, inputs: Inputs) -> Outcome:
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        return differentiate(tree(case, "reference"), Inputs(*(x.to(dtype) for x in inputs)))
+        return differentiate(copied(case, "reference"), Inputs(*(x.to(dtype) for x in inputs)))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 

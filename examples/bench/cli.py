@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -47,13 +48,22 @@ def _number(text: str) -> int:
     return int(text)
 
 
+def _writable(text: str) -> str:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+    return text
+
+
 def _add_common(parser: argparse.ArgumentParser, repeats: int) -> None:
     parser.add_argument("--device", choices=timing.CEILING_SIZE, help="default: cuda")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, on the CPU float32")
     parser.add_argument(
         "--repeats", type=_number, default=repeats, help="timed runs, after the warm-ups; default %(default)s"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to FILE, after every row")
+    parser.add_argument(
+        "--json", metavar="FILE", type=_writable, help="also write all figures to FILE, after every row"
+    )
     parser.add_argument(
         "--shape", metavar="PxNxR", type=parse_shape, action="append",
         help="prompt x branches x response in tokens; may be given several times",
@@ -96,7 +106,9 @@ def add_step(commands: argparse._SubParsersAction) -> None:
         "--checkpointing", nargs="+", choices=["on", "off"], default=["on", "off"],
         help="gradient checkpointing of layers; default: on off",
     )  # fmt: skip
-    parser.add_argument("--layers", type=_number, help="fewer decoder layers than the model has; the table says so")
+    parser.add_argument(
+        "--layers", type=_number, help="decoder layers instead of the model's own number; the table says so"
+    )
     parser.add_argument(
         "--kernel", choices=kernels.NAMES, default="auto", help="of the transformed model; default auto"
     )
@@ -107,8 +119,8 @@ def add_step(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--time-rows", type=_number, metavar="K",
-        help="micro-batch 1 and the parity gate run the first K rows alone, at least 2; all rows are equally long, and "
-        "the time is multiplied, as the table says",
+        help="micro-batch 1 and the unmodified model's side of the parity gate run the first K rows alone, at least 2; "
+        "all rows are equally long, and the time is multiplied, as the table says",
     )  # fmt: skip
     parser.add_argument(
         "--skip", nargs="+", choices=["one-forward", "micro-batch"], default=[], help="what to leave out"
@@ -155,6 +167,12 @@ def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(
             "--time-rows must be at least 2, got 1: one row shares nothing, and the parity gate would be empty"
         )
+    if {"one-forward", "micro-batch"} <= set(given.skip):
+        parser.error("--skip one-forward micro-batch leaves nothing to compare with")
+    shapes = given.shape or [parse_shape(text) for text in STEP_SHAPES[device.type]]
+    alone = [str(shape) for shape in shapes if shape.branches < 2]
+    if alone:
+        parser.error(f"a group must have at least 2 branches to share a prompt, got {', '.join(alone)}")
     from augtree_fx.examples.bench import contenders, step, varlen
 
     dtype = _dtype(given, device)
@@ -163,7 +181,7 @@ def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     options = contenders.Options(
         models=given.model or MODELS[device.type],
         checkpointing=[word == "on" for word in given.checkpointing],
-        shapes=given.shape or [parse_shape(text) for text in STEP_SHAPES[device.type]],
+        shapes=shapes,
         layers=given.layers, dtype=dtype, device=device, repeats=given.repeats, kernel=given.kernel,
         baseline_kernels=given.baseline_kernel or [best, "sdpa"],
         time_rows=given.time_rows, skip=given.skip, json=given.json,

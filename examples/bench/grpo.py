@@ -40,6 +40,12 @@ class Batch:
         part = self._rows(slice(0, rows))
         return replace(part, num_scored=part.old_logps.numel())
 
+    def only(self, rows: int) -> Batch:
+        """The whole batch with the loss of its first rows, whose gradient is that of `first`."""
+        advantages = self.advantages.clone()
+        advantages[rows:] = 0
+        return replace(self, advantages=advantages, num_scored=self.old_logps[:rows].numel())
+
     def split(self, rows: int) -> Iterator[Batch]:
         """Micro-batches whose losses add up to the batch's."""
         for begin in range(0, len(self.input_ids), rows):
@@ -162,14 +168,16 @@ class Outcome:
     def differences(self, other: Outcome) -> dict[str, float]:
         """How far another outcome is: root mean square of log-probs in nats, all else relative to this outcome.
 
-        The loss is left out: its difference is a mean of log-probs' differences of either sign, a matter of luck.
+        The loss is left out: its difference is a mean of log-probs' differences of either sign, a matter of luck. Rows
+        that only one of the two has count in neither.
         """
+        rows = min(len(self.logps), len(other.logps))
         samples = [
             float((other.samples[name].double() - grad.double()).norm() / grad.double().norm())
             for name, grad in self.samples.items()
         ]
         return {
-            "log_probs": float((other.logps.double() - self.logps.double()).square().mean().sqrt()),
+            "log_probs": float((other.logps[:rows].double() - self.logps[:rows].double()).square().mean().sqrt()),
             "grad_norm": abs(other.grad_norm - self.grad_norm) / self.grad_norm,
             "gradients": max(samples),
         }

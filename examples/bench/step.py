@@ -7,7 +7,7 @@ from typing import Any
 from tabulate import tabulate
 
 from augtree_fx.examples.bench import contenders, models, timing
-from augtree_fx.examples.bench.contenders import OURS, TOLERANCE, Case, Options
+from augtree_fx.examples.bench.contenders import MOST, OURS, TOLERANCE, Case, Options
 from augtree_fx.examples.bench.grpo import Outcome
 from augtree_fx.examples.bench.shapes import Shape
 
@@ -39,8 +39,8 @@ def run(options: Options) -> int:
         del model
     if not passed:
         print(
-            f"FAILED: a difference above {TOLERANCE[options.dtype]} and above twice that of rounding alone, or the "
-            "transformed model did not run"
+            f"FAILED: a difference above {TOLERANCE[options.dtype]} and above twice that of rounding alone, or above "
+            f"{MOST[options.dtype]}; or the transformed model did not run"
         )
     return int(not passed)
 
@@ -127,7 +127,7 @@ def table(kept: dict[str, Any]) -> str:
     if "speedup" in kept:
         best = kept["speedup"]
         reasons.append(
-            f"{best['ratio']:.2f}x faster than {best['over']}: {best['of_flop_ceiling']:.0%} of what the FLOPs allow"
+            f"{best['ratio']:.2f}x the speed of {best['over']}: {best['of_flop_ceiling']:.0%} of what the FLOPs allow"
         )
     if "differences" in kept.get("rounding", {}):
         differences = " ".join(f"{value:.1e}" for value in kept["rounding"]["differences"].values())
