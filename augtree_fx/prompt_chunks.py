@@ -1,0 +1,72 @@
+"""Long prompts as chains of nodes, so that they are computed a chunk at a time.
+
+prompt of 10, chunks of 4      P  ->  P1 (4) - P2 (4) - P3 (2), the branches below P3
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from augtree_fx.layout import TreeLayout
+from augtree_fx.trie import IntArray
+
+
+def split_prompts(layout: TreeLayout, longest: int) -> TreeLayout:
+    """The same tree with prompts (nodes at level 0 that have branches) of at most ``longest`` tokens each.
+
+    Raises:
+        ValueError: ``longest`` is below 1.
+    """
+    if longest < 1:
+        raise ValueError(f"max_prompt_tokens must be at least 1, got {longest}")
+    has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
+    long = (layout.level == 0) & has_branches & (layout.length > longest)
+    if not long.any():
+        return layout
+    pieces = np.where(long, -(-layout.length // longest), 1)
+    old = np.repeat(np.arange(layout.num_nodes), pieces)  # old node of each new one, which are in no final order yet
+    last = np.cumsum(pieces) - 1
+    place = np.arange(len(old)) - np.repeat(last - pieces + 1, pieces)  # of a chunk in its node
+    begin = place * longest
+    length = np.where(long[old], np.minimum(longest, layout.length[old] - begin), layout.length[old])
+    above = layout.parent[old]
+    parent = np.where(place > 0, np.arange(len(old)) - 1, np.where(above >= 0, last[above], -1))
+    order = _level_major(parent)
+    number = np.empty(len(order) + 1, dtype=np.int64)
+    number[order], number[-1] = np.arange(len(order)), -1
+    level = np.zeros(len(order), dtype=np.int64)
+    new_parent = number[parent[order]]
+    for node in range(len(order)):
+        level[node] = level[new_parent[node]] + 1 if new_parent[node] >= 0 else 0
+    first = layout.offset[old] + begin
+    tokens = np.concatenate([np.arange(first[node], first[node] + length[node]) for node in order])
+    ends = layout.row_node
+    return replace(
+        layout,
+        parent=new_parent,
+        level=level,
+        path_start=(layout.path_start[old] + begin)[order],
+        length=length[order],
+        row_node=np.where(ends >= 0, number[last[ends]], -1),
+        source=layout.source[tokens],
+        position_ids=layout.position_ids[tokens],
+        input_ids=layout.input_ids[tokens],
+    )
+
+
+def _level_major(parent: IntArray) -> list[int]:
+    """Nodes level by level, ordered by parent, siblings with children first, as a layout has them."""
+    children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
+    for node, above in enumerate(parent.tolist()):
+        children[above].append(node)  # the last list is for "no parent", -1
+    order, frontier = [], _parents_first(children[-1], children)
+    while frontier:
+        order += frontier
+        frontier = [child for node in frontier for child in _parents_first(children[node], children)]
+    return order
+
+
+def _parents_first(nodes: list[int], children: list[list[int]]) -> list[int]:
+    return sorted(nodes, key=lambda node: not children[node])
