@@ -10,23 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
+from augtree_fx.rows import HostRows
 from augtree_fx.transforms.capture import AttentionSite
-from augtree_fx.transforms.carrier import ContextMask
+from augtree_fx.transforms.carrier import ContextMask, by_layer_type
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
 from augtree_fx.transforms.layer_masks import OtherMask, padding_of
 from augtree_fx.transforms.live import changed_sites, refuse_noise
+from augtree_fx.transforms.mixers import mixers_of
+from augtree_fx.transforms.path_rows import columns, columns_agree, padding_before, path_rows
 from augtree_fx.transforms.positions import PositionRule, call_packed
 from augtree_fx.transforms.provenance import UnknownOrigin
-from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers, separates_axes
+from augtree_fx.transforms.recurrent import MixerSite
+from augtree_fx.transforms.skeleton import CONTEXT, MAPPING, MASK, named_layers, separates_axes
 
 logger = logging.getLogger("augtree_fx")
 
@@ -41,6 +44,7 @@ class StackState:
 
     Attributes:
         sites: captured attention modules.
+        mixers: modules with a recurrent or convolution state, which run row by row.
         kernel: requested kernel.
         strict: raise on input that cannot be shared exactly, instead of running the original forward.
         costs: what a node must save; ``None`` estimates it from the model and device.
@@ -58,6 +62,7 @@ class StackState:
     num_shared: int = 0
     axes: dict[int, bool | str] = field(default_factory=dict)
     positions: PositionRule = PositionRule()
+    mixers: tuple[MixerSite, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
@@ -236,7 +241,7 @@ def decide(
         raise Unshared(str(error)) from error
     if len(host.length) == 1:
         raise Unshared("")
-    layout = TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device))
+    layout = layout_of(stack, state, host)
     if not layout.shares:
         raise Unshared("")
     _check_rope(stack, layout)
@@ -252,24 +257,23 @@ def decide(
 def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:
     """Layers that go by columns: shared tokens must stand in one column, and chunks are those of padded rows."""
     packed = given.get("attention_mask") is None and given.get("position_ids") is not None
+    unmasked = next((mixer for mixer in state.mixers if not mixer.masked), None)
+    if unmasked is not None and padding_before(layout.row_begin, layout.shape).any():
+        raise Unshared(f"padding in front of rows reaches the state of {unmasked.name}; pad on the right")
     chunked = next((site for site in state.sites if site.chunk is not None), None)
     if packed and chunked is not None:
         raise Unshared(f"{chunked.name} attends in chunks of the packed row; pad the rows, with an attention_mask")
     counting = next((site for site in state.sites if site.counts), None)
-    if counting is not None and not _columns_agree(layout):
+    if counting is not None and not columns_agree(layout):
         raise Unshared(
             f"{counting.name} counts the columns of tokens, and equal tokens stand in different ones; pad on the right"
         )
 
 
-def _columns(layout: TreeLayout) -> np.ndarray:
-    """``[T]`` int64 column of each packed token, that of the first row which has it."""
-    return np.asarray(layout.source % layout.shape[1], dtype=np.int64)
-
-
-def _columns_agree(layout: TreeLayout) -> bool:
-    slots = np.flatnonzero(layout.packed_index >= 0)
-    return bool((_columns(layout)[layout.packed_index[slots]] == slots % layout.shape[1]).all())
+def layout_of(stack: nn.Module, state: StackState, host: HostRows) -> TreeLayout:
+    """The tree of a batch. Rows with different padding in front share nothing where it may reach a recurrent state."""
+    apart = padding_before(host.begin, host.shape) if state.mixers else None
+    return TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device), apart=apart)
 
 
 def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | None) -> None:
@@ -291,6 +295,10 @@ def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | 
     if given.get("position_ids") is not None and state.positions.table is not None:
         raise Unshared("this model takes no position_ids")
     positions_alone = mask is None and given.get("position_ids") is not None and not has_axes(given["position_ids"])
+    if state.mixers and (positions_alone or any(given.get(name) is not None for name in _PACKING)):
+        raise Unshared(
+            f"the state of {state.mixers[0].name} runs through packed rows: pass an attention_mask, or rows one by one"
+        )
     if positions_alone and not all(site.separates for site in state.sites):
         raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")
     extra = other_tensors(given, (*_REPLACED, *_PACKING)) if inputs is None else []
@@ -351,10 +359,12 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
         getattr(config, "n_routed_experts", 0) or 0,
     )
     active = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    unshared = {id(x) for layer in layers for _, mixer in mixers_of(layer, config) for x in mixer.parameters()}
     params = sum(
         parameter.numel() * (active if "experts" in name and "shared" not in name else 1.0)
         for layer in layers
         for name, parameter in layer.named_parameters()
+        if id(parameter) not in unshared
     )
     heads, head_dim = attention_heads(config)
     head_dim = getattr(config, "v_head_dim", None) or head_dim
@@ -365,12 +375,13 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
 def make_context(layout: TreeLayout, state: StackState) -> ReplayContext:
     """Context of a batch: tables for every window or chunk size that some layer has."""
     tables = {span: layout.tables(span) for span in {site.span for site in state.sites}}
-    columns = None
+    counted = None
     if any(site.counts for site in state.sites):
-        if not _columns_agree(layout):
+        if not columns_agree(layout):
             raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
-        columns = torch.from_numpy(_columns(layout)).to(layout.device)
-    return ReplayContext(tables, layout.num_levels == 1, state.kernel, columns)
+        counted = torch.from_numpy(columns(layout)).to(layout.device)
+    rows = path_rows(layout) if state.mixers else None
+    return ReplayContext(tables, layout.num_levels == 1, state.kernel, counted, rows)
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
@@ -390,10 +401,11 @@ def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> Pack
         for x in (layout.input_ids, layout.position_ids, layout.packed_index)
     )
     context = make_context(layout, state)
-    by_mask = any(site.carrier == MASK for site in state.sites)
+    carriers = {site.carrier for site in (*state.sites, *state.mixers)}
+    mask = ContextMask(context) if carriers & {MASK, MAPPING} else _stand_in(device)
     arguments = {
         "input_ids": input_ids[None],
-        "attention_mask": ContextMask(context) if by_mask else _stand_in(device),
+        "attention_mask": by_layer_type(mask, stack.config) if MAPPING in carriers else mask,
         "position_ids": position_ids[None],
         "use_cache": False,
         CONTEXT: context,
