@@ -18,12 +18,14 @@ from augtree_fx.transforms.classes import base_class, is_attention
 _STATE = re.compile(
     r"Mamba|SSM|Recurrent|Rwkv|DeltaNet|DeltaAttention|ShortConv|LinearAttention|Lightning|RgLru|RGLRU|Retention|Conv1d"
 )
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _CHOICE = re.compile(r"Indexer|Compressor")  # they choose or pool keys by the tokens before them
 _WITHOUT_STATE = ("Norm", "NormGated", "MLP", "Mlp", "RotaryEmbedding")
+_OF_ONE_TOKEN = re.compile(r"(Norm|MLP|Mlp|MoE|Experts|Router|Linear|Dropout|Identity|ModuleList)$")
 
 
 def mixers_of(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:
-    """Modules of a layer with a state that runs along a row, with their names: each the one whose forward has the state.
+    """Modules of a layer with a state that runs along a row, with their names: those whose forward has the state.
 
     Args:
         layer: of a decoder stack.
@@ -43,6 +45,15 @@ def unknown_mixer(layer: nn.Module, config: Any) -> tuple[str, nn.Module] | None
         if _chooses(module) or (state and not any(module is x for x in covered)):
             return name, module
     return None
+
+
+def mixes_nothing(layer: nn.Module) -> bool:
+    """Whether a layer holds nothing but norms, MLPs and experts, as their classes are named."""
+    return all(
+        _OF_ONE_TOKEN.search(base_class(module).__name__) or type(module).__module__ in _ACTIVATIONS
+        for name, module in layer.named_modules()
+        if name
+    )
 
 
 def _states(name: str, module: nn.Module, family: str) -> Iterator[tuple[str, nn.Module]]:

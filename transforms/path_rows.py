@@ -113,22 +113,27 @@ def run_rows(module: nn.Module, forward: Callable[..., Any], rows: PathRows, giv
         given: its arguments by name, of the packed row: tensors ``[1, T, ...]``. An ``attention_mask`` is replaced.
 
     Returns:
-        What the module returns, of the packed row.
+        What the module returns, of the packed row; a state that is not one of tokens cannot be used.
 
     Raises:
-        NotImplementedError: a tensor that it is given, or returns, is not one of tokens.
+        NotImplementedError: a tensor that it is given is not one of tokens.
     """
     tokens, shape = rows.source.shape[0], tuple(rows.index.shape)
     index = rows.index.flatten()
 
     def gathered(x: Tensor) -> Tensor:
-        _check(module, x, (1, tokens), "is given")
+        if tuple(x.shape[:2]) != (1, tokens):
+            raise NotImplementedError(
+                f"{type(module).__name__} must be given tensors of {tokens} tokens to run row by row, got shape "
+                f"{tuple(x.shape)}; transform with strict=False"
+            )
         if not x.is_floating_point():
             return x[0].index_select(0, index).view(*shape, *x.shape[2:])
         return torch.ops.augtree.show_slots(x[0], index).view(*shape, *x.shape[2:])
 
-    def taken(x: Tensor) -> Tensor:
-        _check(module, x, shape, "returns")
+    def taken(x: Tensor) -> Any:
+        if tuple(x.shape[:2]) != shape:
+            return StateOfRows()
         return x.flatten(0, 1).index_select(0, rows.source)[None]
 
     masked = {"attention_mask": rows.mask} if "attention_mask" in given else {}
@@ -136,9 +141,8 @@ def run_rows(module: nn.Module, forward: Callable[..., Any], rows: PathRows, giv
     return pytree.tree_map_only(Tensor, taken, forward(module, **arguments | masked))
 
 
-def _check(module: nn.Module, x: Tensor, shape: tuple[int, ...], does: str) -> None:
-    if tuple(x.shape[:2]) != shape:
-        raise NotImplementedError(
-            f"{type(module).__name__} {does} a tensor of shape {tuple(x.shape)}, which is not one of {shape} tokens; "
-            "it cannot be run row by row: transform with strict=False"
-        )
+class StateOfRows:
+    """Stands for a state that a module returns beside its output: there is one for each row, not for the packed row."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"a state of single rows is used (.{name}), which a packed batch does not have")

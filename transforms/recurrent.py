@@ -45,7 +45,7 @@ def mixer_sites(stack: nn.Module, calls: dict[str, SkeletonCall] | None = None) 
         calls: what the modules of its skeleton are called with; recorded anew if ``None``.
 
     Raises:
-        CaptureError: one is not called, the context does not reach it, or it is given what is not known to be of tokens.
+        CaptureError: one is not called, the context does not reach it, or it is given what may not be of tokens.
     """
     found = [
         (f"{layer_name}.{name}", module)

@@ -156,7 +156,7 @@ def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, Skel
         for name, module in sites:
             record = _recorder(f"{layer_name}.{name}", module, masks, calls, last=len(sites) == 1)
             module.forward = record  # type: ignore[assignment]
-        if len(sites) > 1:
+        if len(sites) != 1:
             _pass_what_fails(layer)
         layer.forward = _until_site(layer)  # type: ignore[assignment]
     for module in skeleton.modules():
