@@ -1,24 +1,19 @@
-"""Hybrids: layers with a recurrent or convolution state run row by row, everything else once, against the same batch."""
+"""Hybrids: layers with a recurrent or convolution state run row by row, the rest once, against the same batch."""
 
 import copy
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from families import Batch, Result, errors, objective, one_thread, padded, rollout
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import augtree_fx
-from augtree_fx import CostModel, TreeLayout
+from augtree_fx import CostModel
 from augtree_fx.coverage import tiny
 from augtree_fx.coverage.precision import KeepFloat64
 from augtree_fx.transforms import find_stack
 from augtree_fx.transforms.install import STATE
-from augtree_fx.transforms.path_rows import PathRows, path_rows, run_rows
-from augtree_fx.transforms.skeleton import named_layers
 
 # Float64 throughout; measured 1e-13. The state of another row, or none of the prompt, shows at 1e-2.
 TOLERANCE = 1e-10

@@ -138,6 +138,10 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
                 sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
+    if not sites and not refusals:
+        refusals.append(
+            Refusal("stack", type(stack).__name__, "no layer has attention, so a tree has nothing to share")
+        )
     return sites, refusals
 
 

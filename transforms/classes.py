@@ -1,4 +1,4 @@
-"""What a module is by its class, whatever wrapped it: the class below wrappers, its forward, whether it is attention."""
+"""What a module is by its class, whatever wrapped it: the class below wrappers, its forward, if it is attention."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from augtree_fx.transforms.carrier import ContextMask, by_layer_type
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
-from augtree_fx.transforms.layer_masks import OtherMask, padding_of
+from augtree_fx.transforms.layer_masks import OtherMask, check_recurrent, padding_of
 from augtree_fx.transforms.live import changed_sites, refuse_noise
 from augtree_fx.transforms.mixers import mixers_of
 from augtree_fx.transforms.path_rows import columns, columns_agree, padding_before, path_rows
@@ -191,7 +191,9 @@ def _token_inputs(
             raise Unshared("")
         if isinstance(mask, Mapping):
             device = next(iter(tokens.by_slot.values())).device
-            given = {**given, "attention_mask": padding_of(mask, state.sites, stack.config, tokens.shape, device)}
+            padding = padding_of(mask, state.sites, stack.config, tokens.shape, device)
+            check_recurrent(mask, state.mixers, padding)
+            given = {**given, "attention_mask": padding}
     except (UnknownOrigin, OtherMask) as error:
         raise Unshared(str(error)) from error
     if tokens.by_axis is not None:
@@ -295,7 +297,8 @@ def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | 
     if given.get("position_ids") is not None and state.positions.table is not None:
         raise Unshared("this model takes no position_ids")
     positions_alone = mask is None and given.get("position_ids") is not None and not has_axes(given["position_ids"])
-    if state.mixers and (positions_alone or any(given.get(name) is not None for name in _PACKING)):
+    restarting = mask is None and given.get("position_ids") is not None
+    if state.mixers and (restarting or any(given.get(name) is not None for name in _PACKING)):
         raise Unshared(
             f"the state of {state.mixers[0].name} runs through packed rows: pass an attention_mask, or rows one by one"
         )
