@@ -404,16 +404,22 @@ def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> Pack
         for x in (layout.input_ids, layout.position_ids, layout.packed_index)
     )
     context = make_context(layout, state)
-    carriers = {site.carrier for site in (*state.sites, *state.mixers)}
-    mask = ContextMask(context) if carriers & {MASK, MAPPING} else _stand_in(device)
     arguments = {
         "input_ids": input_ids[None],
-        "attention_mask": by_layer_type(mask, stack.config) if MAPPING in carriers else mask,
+        "attention_mask": _carrying_mask(stack, state, context, device),
         "position_ids": position_ids[None],
         "use_cache": False,
         CONTEXT: context,
     }
     return PackedCall(arguments, index, layout.shape, layout.num_tokens)
+
+
+def _carrying_mask(stack: nn.Module, state: StackState, context: ReplayContext, device: torch.device) -> Any:
+    """What stands in the place of the mask: it carries the context where keywords do not arrive."""
+    carriers = {site.carrier for site in state.sites} | {mixer.carrier for mixer in state.mixers}
+    if MAPPING in carriers:
+        return by_layer_type(ContextMask(context), stack.config)
+    return ContextMask(context) if MASK in carriers else _stand_in(device)
 
 
 def _stand_in(device: torch.device) -> Tensor:
