@@ -20,7 +20,8 @@ from augtree_fx.tables import Calls, decode_calls
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import PositionRule, position_rule
-from augtree_fx.transforms.stack import estimated_costs
+from augtree_fx.transforms.recurrent import MixerSite, mixer_sites
+from augtree_fx.transforms.stack import estimated_costs, layout_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Explanation:
         calls: kernel calls of one layer, in words.
         fallbacks: how often the original forward ran, by reason.
         num_shared: batches that were shared so far.
+        mixers: modules with a recurrent or convolution state, which run once for each row.
     """
 
     model_name: str
@@ -48,6 +50,7 @@ class Explanation:
     calls: tuple[tuple[str, ...], ...]
     fallbacks: dict[str, int]
     num_shared: int
+    mixers: tuple[MixerSite, ...] = ()
 
     def __str__(self) -> str:
         parts = [self._sites()]
@@ -73,6 +76,8 @@ class Explanation:
         rows: list[tuple[object, ...]] = [
             (*key, number, "rewritten" if self.transformed else "captured") for key, number in counted.items()
         ]
+        once_a_row = Counter(mixer.class_name for mixer in self.mixers)
+        rows += [(name, "", "", "", "", "", number, "runs once a row") for name, number in once_a_row.items()]
         rows += [(refusal.class_name, "", "", "", "", "", refusal.name, refusal.reason) for refusal in self.refusals]
         headers = ("attention", "scale", "window", "soft-cap", "sinks", "dropout", "layers", "status")
         return head + "\n" + tabulate(rows, headers=headers)
@@ -107,7 +112,8 @@ class Explanation:
             for item in self.plan
         ]
         headers = ("", "plan", "tokens", "attention pairs", "calls a layer", "relative cost", "reason")
-        return "plan\n" + tabulate(rows, headers=headers)
+        left_out = ", modules that run once a row aside" if self.mixers else ""
+        return f"plan{left_out}\n" + tabulate(rows, headers=headers)
 
     def _calls(self) -> str:
         return "kernel calls of a layer\n" + tabulate(
@@ -147,14 +153,15 @@ def explain(
         state = getattr(stack, STATE)
     else:
         sites, refusals = capture_stack(stack)
-        state = StackState(tuple(sites), positions=PositionRule() if refusals else position_rule(stack))
+        rule, mixers = (PositionRule(), ()) if refusals else (position_rule(stack), mixer_sites(stack))
+        state = StackState(tuple(sites), positions=rule, mixers=mixers)
     layout: TreeLayout | None = None
     plan: tuple[Candidate, ...] = ()
     calls: tuple[tuple[str, ...], ...] = ()
     if input_ids is not None:
         host = state.positions.rows(input_ids, attention_mask, position_ids)
         costs = state.costs or estimated_costs(stack, host.device)
-        layout = TreeLayout.from_rows(host, costs=costs)
+        layout = layout_of(stack, state, host)
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
     return Explanation(
@@ -167,6 +174,7 @@ def explain(
         calls=calls,
         fallbacks=dict(state.fallbacks),
         num_shared=state.num_shared,
+        mixers=state.mixers,
     )
 
 

@@ -13,6 +13,7 @@ from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import position_rule
+from augtree_fx.transforms.recurrent import mixer_sites
 from augtree_fx.transforms.stack import PackedCall, pack_layout
 
 logger = logging.getLogger("augtree_fx")
@@ -81,11 +82,12 @@ def transform(
             raise error
         logger.warning("augtree-fx: left unchanged: %s", error)
         return model
+    state = StackState(
+        tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
+        max_wave_tokens=max_wave_tokens,
+    )  # fmt: skip
     if is_installed(stack):
         uninstall(stack)
-    state = StackState(
-        tuple(sites), kernel, strict, costs, positions=position_rule(stack), max_wave_tokens=max_wave_tokens
-    )
     install(stack, sites, state)
     return model
 

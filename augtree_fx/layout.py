@@ -120,9 +120,16 @@ class TreeLayout:
         return _assemble(host, root, ends)
 
     @staticmethod
-    def from_rows(host: HostRows, *, costs: CostModel | None = None) -> TreeLayout:
-        """Layout of rows that are on the host already (see `augtree_fx.rows`)."""
-        root, ends = build_trie(host.row_keys())
+    def from_rows(host: HostRows, *, costs: CostModel | None = None, apart: IntArray | None = None) -> TreeLayout:
+        """Layout of rows that are on the host already (see `augtree_fx.rows`).
+
+        Args:
+            host: the rows.
+            costs: what a node must save to be worth its attention piece.
+            apart: ``[rows]``; rows with different numbers share nothing.
+        """
+        keys = host.row_keys()
+        root, ends = build_trie(keys if apart is None or not apart.any() else batch_rows.set_apart(keys, apart))
         keep_what_pays(root, costs or CostModel())
         return _assemble(host, root, ends)
 

@@ -150,6 +150,18 @@ def _check_positions(rows: HostRows) -> None:
             )
 
 
+def set_apart(keys: Sequence[IntArray], apart: IntArray) -> list[IntArray]:
+    """Keys of rows with a first one that agrees only if the rows' numbers do: a new, negative number for each pair."""
+    numbers: dict[tuple[int, int], int] = {}
+    changed = []
+    for row, number in zip(keys, apart, strict=True):
+        row = row.copy()
+        if len(row):
+            row[0] = numbers.setdefault((int(number), int(row[0])), -1 - len(numbers))
+        changed.append(row)
+    return changed
+
+
 def packed_rows(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> HostRows:
     """Rows of a padding-free batch; arguments and errors as in `TreeLayout.from_packed`."""
     input_ids = input_ids[None] if input_ids.ndim == 1 else input_ids

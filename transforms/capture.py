@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,31 +16,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from augtree_fx.tables import Chunks, Span
+from augtree_fx.transforms.classes import base_class, hides_forward, is_attention
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.mixers import mixers_of, mixes_nothing, unknown_mixer
 from augtree_fx.transforms.positions import position_rule
+from augtree_fx.transforms.recurrent import mixer_sites
 from augtree_fx.transforms.rewrite import token_columns
 from augtree_fx.transforms.skeleton import (
     CONTEXT,
     KEYWORD,
     UNSEEN,
     SkeletonCall,
-    base_class,
-    hides_forward,
-    is_attention,
     named_layers,
+    plain_name,
     record_calls,
 )
 from augtree_fx.transforms.tracer import AttentionTracer, CaptureError, attention_leaf, traceable
 
 _EXAMPLE_TOKENS = (6, 10)
-# Layers that mix tokens other than by attention would run one response on another's state; indexers and compressors
-# choose or pool keys by the tokens before them.
-_MIXER = re.compile(
-    r"Mamba|SSM|Recurrent|Rwkv|DeltaNet|ShortConv|LinearAttention|Lightning|RgLru|RGLRU|Retention|Conv1d"
-    r"|Indexer|Compressor"
-)
-
-_CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's checkpoint_wrapper puts it into the names of modules
 
 
 @dataclass(frozen=True)
@@ -117,18 +109,20 @@ def config_scalars(config: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]:
-    """Capture every attention module of a decoder stack.
+    """Capture every attention module of a decoder stack; those with a recurrent state are `recurrent.mixer_sites`.
 
     Returns:
         The sites and the refusals. The stack can be transformed only if there is no refusal.
     """
     layers = named_layers(stack)
     sites: list[AttentionSite] = []
-    refusals = _refuse_stack(stack) or _mixers(layers)
+    refusals = _refuse_stack(stack) or _unknown_mixers(stack, layers)
     if refusals:
         return sites, refusals
     try:
         calls = [record_calls(stack, tokens) for tokens in _EXAMPLE_TOKENS]
+        for call in calls:
+            mixer_sites(stack, call)
     except CaptureError as error:
         if any(is_attention(module) for _, layer in layers for module in layer.modules()):
             return sites, [Refusal("stack", type(stack).__name__, str(error))]
@@ -136,14 +130,18 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     cache: dict[Any, AttentionSite] = {}
     for layer_name, layer in layers:
         try:
-            for name, module in _sites_of(layer_name, layer, calls):
-                inner = name.replace(_CHECKPOINTED, "")
+            for name, module in _sites_of(layer_name, layer, calls, stack.config):
+                inner = plain_name(name)
                 recorded = [call[inner] for call in calls if inner in call]
                 if len(recorded) != len(calls):
                     raise CaptureError(f"the layer does not call its attention module {name}")
                 sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
+    if not sites and not refusals:
+        refusals.append(
+            Refusal("stack", type(stack).__name__, "no layer has attention, so a tree has nothing to share")
+        )
     return sites, refusals
 
 
@@ -165,26 +163,26 @@ def _refuse_stack(stack: nn.Module) -> list[Refusal]:
     return [Refusal("stack", name, reason) for reason in reasons]
 
 
-def _mixers(layers: list[tuple[str, nn.Module]]) -> list[Refusal]:
-    """Layers that mix tokens other than by attention, said before the skeleton's forward stumbles over them."""
+def _unknown_mixers(stack: nn.Module, layers: list[tuple[str, nn.Module]]) -> list[Refusal]:
+    """Layers that mix tokens in other ways, said before the skeleton's forward stumbles over them."""
     refusals = []
     for layer_name, layer in layers:
-        for child_name, child in layer.named_modules():
-            class_name = base_class(child).__name__
-            if child_name and not class_name.endswith("Norm") and _MIXER.search(class_name):
-                reason = f"{child_name} ({type(child).__name__}) mixes tokens other than by attention"
-                refusals.append(Refusal(layer_name, type(layer).__name__, reason))
-                break
+        found = unknown_mixer(layer, stack.config)
+        if found is not None:
+            reason = f"{found[0]} ({type(found[1]).__name__}) mixes tokens other than by attention"
+            refusals.append(Refusal(layer_name, type(layer).__name__, reason))
     return refusals
 
 
-def _sites_of(layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]]) -> list[tuple[str, nn.Module]]:
+def _sites_of(
+    layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]], config: Any
+) -> list[tuple[str, nn.Module]]:
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
     takes = inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
     if len(found) > 1 and "encoder_hidden_states" in takes:  # cross-attention is not called where there are none
-        called = [(name, x) for name, x in found if any(name.replace(_CHECKPOINTED, "") in call for call in calls)]
+        called = [(name, x) for name, x in found if any(plain_name(name) in call for call in calls)]
         found = called or found
-    if not found:
+    if not found and not mixers_of(layer, config) and not mixes_nothing(layer):
         raise CaptureError("it has no attention module that calls transformers' attention interface")
     for name, child in found:
         if hides_forward(child):

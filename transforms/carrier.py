@@ -28,6 +28,11 @@ class ContextMask(BlockMask):
         """Four dimensions, by which the builders know a finished mask."""
         return (1, 1, 0, 0)
 
+    @property
+    def ndim(self) -> int:
+        """As `shape` has it."""
+        return len(self.shape)
+
     def __repr__(self) -> str:
         return f"ContextMask({self.context!r})"
 
@@ -37,6 +42,15 @@ class ContextMask(BlockMask):
         """For layers on another device."""
         moved = self.context.to(device, non_blocking)
         return self if moved is self.context else ContextMask(moved)
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+
+
+def by_layer_type(mask: ContextMask, config: Any) -> dict[str, ContextMask]:
+    """One mask for layers of every type, as wrappers prepare masks: a stack then builds none, and passes these on."""
+    types = getattr(config, "layer_types", None) or ()
+    return dict.fromkeys((*_LAYER_TYPES, *types), mask)
 
 
 pytree.register_pytree_node(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from augtree_fx.tables import AttentionTables, Chunks, Span
+from augtree_fx.transforms.path_rows import PathRows
 
 
 class PromptKV(NamedTuple):
@@ -39,6 +40,7 @@ class ReplayContext:
         one_level: whether the tree has level 0 alone (rows are equal, or prefixes of one another).
         kernel: requested kernel, ``"auto"`` by default.
         columns: ``[T]`` int64 column of each packed token in the caller's rows, where a layer asks for it.
+        rows: where packed tokens are in the rows of the tree's paths, where a layer has a recurrent state.
         prompts: K and V of tokens that were computed before, by place; ``None`` when all tokens are here.
         kept: where attention modules leave K and V of this forward, by place; ``None`` when nobody asks for them.
     """
@@ -47,6 +49,7 @@ class ReplayContext:
     one_level: bool
     kernel: str
     columns: Tensor | None = None
+    rows: PathRows | None = None
     prompts: Mapping[Place, PromptKV] | None = None
     kept: dict[Place, tuple[Tensor, Tensor]] | None = None
 
@@ -54,34 +57,41 @@ class ReplayContext:
     def bucket(self) -> tuple[Hashable, ...]:
         """What a compiled model is specialised on: batches of one bucket run one graph, however many tokens they have.
 
-        The windows whose keys have to be gathered, whether there is one level, the kernel, and whether prompts were
-        computed before.
+        The windows whose keys have to be gathered, whether there is one level, the kernel, whether prompts were
+        computed before, and what `PathRows` say.
         """
         gathered = frozenset(window for window, tables in self.tables.items() if tables.kv_index is not None)
-        return gathered, self.one_level, self.kernel, self.prompts is not None
+        rows = () if self.rows is None else self.rows.bucket
+        return gathered, self.one_level, self.kernel, self.prompts is not None, *rows
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ReplayContext:
         """For layers on another device: the hooks of accelerate move a layer's arguments by this method."""
         moved = {window: tables.to(device, non_blocking) for window, tables in self.tables.items()}
         columns = None if self.columns is None else self.columns.to(device, non_blocking=non_blocking)
-        if columns is self.columns and all(moved[window] is tables for window, tables in self.tables.items()):
+        rows = None if self.rows is None else self.rows.to(device, non_blocking)
+        same = columns is self.columns and rows is self.rows
+        if same and all(moved[window] is tables for window, tables in self.tables.items()):
             return self
-        return replace(self, tables=moved, columns=columns)
+        return replace(self, tables=moved, columns=columns, rows=rows)
 
 
 # Prompts and `kept` are constants: wrappers (FSDP2) cast leaves, and watch their gradients.
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
     columns = [] if context.columns is None else [context.columns]
-    constants = (tuple(context.tables), context.one_level, context.kernel, context.prompts, context.kept)
-    return [*leaves, *columns], constants
+    rows = [] if context.rows is None else context.rows.leaves()
+    held = (context.columns is not None, context.rows is not None)
+    waves = (context.prompts, context.kept)
+    return [*leaves, *columns, *rows], (tuple(context.tables), context.one_level, context.kernel, *held, *waves)
 
 
 def _unflatten(leaves: Iterable[Any], constants: tuple[Any, ...]) -> ReplayContext:
-    windows, one_level, kernel, *waves = constants
+    windows, one_level, kernel, has_columns, has_rows, *waves = constants
     flat = list(leaves)
     tables = {window: AttentionTables(*flat[3 * place : 3 * place + 3]) for place, window in enumerate(windows)}
-    return ReplayContext(tables, one_level, kernel, flat[-1] if len(flat) > 3 * len(windows) else None, *waves)
+    rest = flat[3 * len(windows) :]
+    columns = rest.pop(0) if has_columns else None
+    return ReplayContext(tables, one_level, kernel, columns, PathRows(*rest) if has_rows else None, *waves)
 
 
 def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:
@@ -139,4 +149,4 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
 )
 # An exported program keeps its example inputs, which torch.export.load reads as data.
-torch.serialization.add_safe_globals([ReplayContext, AttentionTables])
+torch.serialization.add_safe_globals([ReplayContext, AttentionTables, PathRows])

@@ -18,9 +18,11 @@ from torch import fx, nn
 
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.carrier import ContextMask
+from augtree_fx.transforms.classes import bound_forwards, hides_forward
 from augtree_fx.transforms.context import SiteContext
+from augtree_fx.transforms.path_rows import run_rows
 from augtree_fx.transforms.rewrite import rewrite_attention
-from augtree_fx.transforms.skeleton import CONTEXT, bound_forwards, hides_forward
+from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.stack import StackState, run_stack
 
 _BASE = "_augtree_base"
@@ -35,7 +37,7 @@ def is_installed(module: nn.Module) -> bool:
 
 
 def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> None:
-    """Swap the classes of a stack and of its captured attention modules; nothing else of them changes."""
+    """Swap the classes of a stack and of its captured modules; nothing else of them changes."""
     generated: dict[int, RewrittenForward] = {}
     for site in sites:
         if id(site.graph) not in generated:
@@ -45,6 +47,9 @@ def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> 
         _set_class(module, swapped_class(type(module), attention_forward))  # type: ignore[arg-type]
         setattr(module, _REWRITTEN, generated[id(site.graph)])
         setattr(module, _SITE, site.name)
+    for mixer in state.mixers:
+        module = stack.get_submodule(mixer.name)
+        _set_class(module, swapped_class(type(module), mixer_forward))  # type: ignore[arg-type]
     _set_class(stack, swapped_class(type(stack), stack_forward))  # type: ignore[arg-type]
     setattr(stack, STATE, state)
 
@@ -164,15 +169,34 @@ def attention_forward(base: type) -> Callable[..., Any]:
     original, parameters = base.forward, _parameters(base)  # type: ignore[attr-defined]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context = kwargs.get(CONTEXT)
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        if context is None and isinstance(given.get("attention_mask"), ContextMask):
-            context = given["attention_mask"].context
+        context = _context_of(given)
         if context is None:
             return original(self, *args, **kwargs)
         rewritten: RewrittenForward = getattr(self, _REWRITTEN)  # type: ignore[assignment]
         site = SiteContext(context, getattr(self, _SITE))  # type: ignore[arg-type]
         return rewritten.function(self, site, *(given[name] for name in rewritten.arguments))
+
+    return forward
+
+
+def _context_of(given: dict[str, Any]) -> Any:
+    """The tree that a module is told of, by a keyword or inside its mask; ``None`` without one."""
+    context, mask = given.get(CONTEXT), given.get("attention_mask")
+    return mask.context if context is None and isinstance(mask, ContextMask) else context
+
+
+def mixer_forward(base: type) -> Callable[..., Any]:
+    """Forward of a swapped class with a recurrent or convolution state: its own, on the rows of a tree."""
+    original, parameters = base.forward, _parameters(base)  # type: ignore[attr-defined]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        context = _context_of(given)
+        if context is None:
+            return original(self, *args, **kwargs)
+        given.pop(CONTEXT, None)
+        return run_rows(self, original, context.rows, given)
 
     return forward
 

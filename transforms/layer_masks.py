@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from augtree_fx.transforms.capture import AttentionSite
+from augtree_fx.transforms.recurrent import MixerSite
+
+RECURRENT_TYPES = {"linear_attention", "conv"}  # keys of masks that say padding alone
 
 
 class OtherMask(Exception):
@@ -55,6 +58,26 @@ def padding_of(
             tokens = seen
     assert tokens is not None, "a transformed stack has attention sites"
     return tokens
+
+
+def check_recurrent(masks: Mapping[str, Any], mixers: tuple[MixerSite, ...], tokens: Tensor) -> None:
+    """Masks for layers with a recurrent or convolution state must say the padding that those of attention say.
+
+    Args:
+        masks: mask by layer type.
+        mixers: captured modules with a state.
+        tokens: ``[batch, sequence]`` bool, see `padding_of`.
+
+    Raises:
+        OtherMask: one says something else.
+    """
+    if not any(mixer.masked for mixer in mixers):
+        return
+    for kind in RECURRENT_TYPES & masks.keys():
+        mask = masks[kind]
+        same = tokens.all() if mask is None else torch.equal(mask.to(tokens.device) != 0, tokens)
+        if not same:
+            raise OtherMask(f"the attention mask of {kind} layers has other padding than that of attention layers")
 
 
 def _tokens_of(

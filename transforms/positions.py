@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from augtree_fx.rows import HostRows, padded_rows, training_rows
-from augtree_fx.transforms.skeleton import base_class, built_skeleton, named_layers, stack_function
+from augtree_fx.transforms.classes import base_class
+from augtree_fx.transforms.skeleton import built_skeleton, named_layers, stack_function
 from augtree_fx.transforms.tracer import CaptureError, is_norm
 
 COLUMNS, MASK, IDS = "columns", "attention mask", "token ids"

@@ -7,6 +7,7 @@ every mask that arrives is known by its kind.
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import types
 from dataclasses import dataclass, field
@@ -15,40 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from augtree_fx.transforms.carrier import ContextMask
+from augtree_fx.transforms.carrier import ContextMask, by_layer_type
+from augtree_fx.transforms.classes import base_class, is_attention
+from augtree_fx.transforms.mixers import mixers_of
 from augtree_fx.transforms.tracer import CaptureError, is_norm, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
 # Suffix of a mask's kind when its builder is not given position ids: packed sequences in a row are then not separated.
 UNSEEN = ", positions unseen"
-KEYWORD, MASK = "keyword", "mask"  # what brings the context to an attention module
+# What brings the context to a module: a keyword, a mask, or masks by layer type, of which none is built.
+KEYWORD, MASK, MAPPING = "keyword", "mask", "masks by layer type"
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's checkpoint_wrapper puts it into the names of modules
 
 
-def base_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class below those that swap classes: FSDP2 (``torch.distributed``) and `install` subclass it."""
-
-    def wraps(cls: type) -> bool:
-        wrappers = (cls, *cls.__bases__)
-        return "_augtree_base" in cls.__dict__ or any(x.__module__.startswith("torch.distributed") for x in wrappers)
-
-    return next(cls for cls in type(module).__mro__ if not wraps(cls))
-
-
-def bound_forwards(module: nn.Module) -> list[str]:
-    """Attributes of an instance that hold its class's forward, bound: accelerate's device hooks keep it in one."""
-    held = ((name, vars(module).get(name)) for name in ("_old_forward", "forward"))
-    return [name for name, value in held if getattr(value, "__func__", None) is type(module).forward]
-
-
-def hides_forward(module: nn.Module) -> bool:
-    """Whether an instance has a forward of its own which is not known to call that of its class."""
-    return "forward" in vars(module) and not bound_forwards(module)
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module calls the attention interface of transformers."""
-    code = getattr(inspect.unwrap(base_class(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+def plain_name(name: str) -> str:
+    """Name of a module as its skeleton has it."""
+    return name.replace(_CHECKPOINTED, "")
 
 
 def _holds_attention(module: nn.Module) -> bool:
@@ -103,15 +86,20 @@ class SkeletonCall:
         module: of the skeleton.
         arguments: by name, without mask and context.
         mask_kind: kind of the mask.
-        carrier: what brings the context to it, ``KEYWORD`` or ``MASK``, or ``None``.
+        tokens: of the example.
+        carrier: what brings the context to it, ``KEYWORD``, ``MASK`` or ``MAPPING``, or ``None``.
         again: further calls in the same forward, of inner stacks that run several times.
     """
 
     module: nn.Module
     arguments: dict[str, Any]
     mask_kind: str
+    tokens: int = 0
     carrier: str | None = None
     again: list[SkeletonCall] = field(default_factory=list)
+
+
+_RETURNED = ("BUILD_TUPLE", "RETURN_VALUE")
 
 
 class _SiteReached(Exception):
@@ -148,11 +136,13 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
     try:
         forward(skeleton, input_ids=ids, use_cache=False, **positions, **{CONTEXT: marker})
         reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
-        by_mask = set() if all(reached.values()) else _reached_by_mask(stack, ids)
+        unreached = {name for name, arrived in reached.items() if not arrived}
+        carrier, by_mask = _reached_otherwise(stack, ids, unreached) if unreached else (MASK, set())
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
     for name, call in calls.items():
-        call.carrier = KEYWORD if reached[name] else MASK if name in by_mask else None
+        call.tokens = tokens
+        call.carrier = KEYWORD if reached[name] else carrier if name in by_mask else None
         if any(other.arguments.pop(CONTEXT, None) is not marker for other in call.again) and call.carrier == KEYWORD:
             call.carrier = None
     return calls
@@ -161,11 +151,12 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
 def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> None:
     """Prepare a skeleton so that its forward notes the call of every attention module, and computes little else."""
     for layer_name, layer in named_layers(skeleton):
-        sites = [(name, module) for name, module in layer.named_modules() if is_attention(module)]
+        mixers = mixers_of(layer, skeleton.config)
+        sites = [*mixers, *((name, module) for name, module in layer.named_modules() if is_attention(module))]
         for name, module in sites:
             record = _recorder(f"{layer_name}.{name}", module, masks, calls, last=len(sites) == 1)
             module.forward = record  # type: ignore[assignment]
-        if len(sites) > 1:
+        if len(sites) != 1:
             _pass_what_fails(layer)
         layer.forward = _until_site(layer)  # type: ignore[assignment]
     for module in skeleton.modules():
@@ -175,15 +166,25 @@ def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, Skel
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
 
 
-def _reached_by_mask(stack: nn.Module, ids: Tensor) -> set[str]:
-    """Attention modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
+def _reached_otherwise(stack: nn.Module, ids: Tensor, wanted: set[str]) -> tuple[str, set[str]]:
+    """What else brings the context to modules, and which it reaches; masks by layer type only where one mask fails."""
+    by_mask = _reached_by_mask(stack, ids, MASK)
+    if wanted <= by_mask or not any(mixers_of(layer, stack.config) for _, layer in named_layers(stack)):
+        return MASK, by_mask
+    by_type = _reached_by_mask(stack, ids, MAPPING)
+    return (MAPPING, by_type) if len(wanted & by_type) > len(wanted & by_mask) else (MASK, by_mask)
+
+
+def _reached_by_mask(stack: nn.Module, ids: Tensor, carrier: str) -> set[str]:
+    """Modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
     skeleton = built_skeleton(stack)
     probe = ContextMask(None)
     masks, calls = {id(probe): "probe"}, dict[str, SkeletonCall]()
     _record_in(skeleton, masks, calls)
     forward = inspect.unwrap(base_class(stack).forward)
     positions = {"position_ids": ids} if "position_ids" in inspect.signature(forward).parameters else {}
-    forward(skeleton, input_ids=ids, use_cache=False, attention_mask=probe, **positions)
+    mask = probe if carrier == MASK else by_layer_type(probe, stack.config)
+    forward(skeleton, input_ids=ids, use_cache=False, attention_mask=mask, **positions)
     return {name for name, call in calls.items() if all(x.mask_kind == "probe" for x in (call, *call.again))}
 
 
@@ -244,7 +245,10 @@ def _recorder(
             calls[name] = call
         if last:
             raise _SiteReached
-        return unmasked(module, *args, **kwargs)
+        if is_attention(module):
+            return unmasked(module, *args, **kwargs)
+        given = {name: value for name, value in arguments.items() if name != CONTEXT}
+        return original(module, **given, **({"attention_mask": None} if "attention_mask" in parameters else {}))
 
     return record
 
@@ -282,16 +286,23 @@ def _pass_what_fails(layer: nn.Module) -> None:
 
 
 def _until_site(layer: nn.Module) -> Any:
-    forward = layer.forward
+    forward, size = layer.forward, _tuple_size(layer)
 
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         try:
             forward(hidden_states, *args, **kwargs)
         except _SiteReached:
             pass
-        return hidden_states
+        return (hidden_states, *[None] * (size - 1)) if size else hidden_states
 
     return run
+
+
+def _tuple_size(layer: nn.Module) -> int:
+    """How many values a layer's forward returns in a tuple that is written out; 0 if it returns none such."""
+    steps = list(dis.get_instructions(inspect.unwrap(base_class(layer).forward)))
+    sizes = {a.argval for a, b in zip(steps, steps[1:], strict=False) if (a.opname, b.opname) == _RETURNED}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def stack_function(stack: nn.Module, skeleton: nn.Module, masks: dict[int, str]) -> types.FunctionType:

@@ -18,17 +18,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
+from augtree_fx.rows import HostRows
 from augtree_fx.transforms.capture import AttentionSite
-from augtree_fx.transforms.carrier import ContextMask
+from augtree_fx.transforms.carrier import ContextMask, by_layer_type
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, ReplayContext
 from augtree_fx.transforms.embedded import TokenInputs, has_axes, is_embedded, other_tensors, read_inputs
 from augtree_fx.transforms.in_waves import run_in_waves
-from augtree_fx.transforms.layer_masks import OtherMask, padding_of
+from augtree_fx.transforms.layer_masks import OtherMask, check_recurrent, padding_of
 from augtree_fx.transforms.live import changed_sites, refuse_noise
+from augtree_fx.transforms.mixers import mixers_of
+from augtree_fx.transforms.path_rows import columns, columns_agree, padding_before, path_rows
 from augtree_fx.transforms.positions import PositionRule, call_packed
 from augtree_fx.transforms.provenance import UnknownOrigin
-from augtree_fx.transforms.skeleton import CONTEXT, MASK, named_layers, separates_axes
+from augtree_fx.transforms.recurrent import MixerSite
+from augtree_fx.transforms.skeleton import CONTEXT, MAPPING, MASK, named_layers, separates_axes
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import Stage, part_of, plan_waves, token_index
 
@@ -45,6 +49,7 @@ class StackState:
 
     Attributes:
         sites: captured attention modules.
+        mixers: modules with a recurrent or convolution state, which run row by row.
         kernel: requested kernel.
         strict: raise on input that cannot be shared exactly, instead of running the original forward.
         costs: what a node must save; ``None`` estimates it from the model and device.
@@ -66,6 +71,7 @@ class StackState:
     positions: PositionRule = PositionRule()
     in_waves: bool = False
     max_wave_tokens: int | None = None
+    mixers: tuple[MixerSite, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
@@ -258,7 +264,9 @@ def _token_inputs(
             raise Unshared("")
         if isinstance(mask, Mapping):
             device = next(iter(tokens.by_slot.values())).device
-            given = {**given, "attention_mask": padding_of(mask, state.sites, stack.config, tokens.shape, device)}
+            padding = padding_of(mask, state.sites, stack.config, tokens.shape, device)
+            check_recurrent(mask, state.mixers, padding)
+            given = {**given, "attention_mask": padding}
     except (UnknownOrigin, OtherMask) as error:
         raise Unshared(str(error)) from error
     if tokens.by_axis is not None:
@@ -308,7 +316,7 @@ def decide(
         raise Unshared(str(error)) from error
     if len(host.length) == 1:
         raise Unshared("")
-    layout = TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device))
+    layout = layout_of(stack, state, host)
     if not layout.shares:
         raise Unshared("")
     _check_rope(stack, layout)
@@ -324,24 +332,23 @@ def decide(
 def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:
     """Layers that go by columns: shared tokens must stand in one column, and chunks are those of padded rows."""
     packed = given.get("attention_mask") is None and given.get("position_ids") is not None
+    unmasked = next((mixer for mixer in state.mixers if not mixer.masked), None)
+    if unmasked is not None and padding_before(layout.row_begin, layout.shape).any():
+        raise Unshared(f"padding in front of rows reaches the state of {unmasked.name}; pad on the right")
     chunked = next((site for site in state.sites if site.chunk is not None), None)
     if packed and chunked is not None:
         raise Unshared(f"{chunked.name} attends in chunks of the packed row; pad the rows, with an attention_mask")
     counting = next((site for site in state.sites if site.counts), None)
-    if counting is not None and not _columns_agree(layout):
+    if counting is not None and not columns_agree(layout):
         raise Unshared(
             f"{counting.name} counts the columns of tokens, and equal tokens stand in different ones; pad on the right"
         )
 
 
-def _columns(layout: TreeLayout) -> np.ndarray:
-    """``[T]`` int64 column of each packed token, that of the first row which has it."""
-    return np.asarray(layout.source % layout.shape[1], dtype=np.int64)
-
-
-def _columns_agree(layout: TreeLayout) -> bool:
-    slots = np.flatnonzero(layout.packed_index >= 0)
-    return bool((_columns(layout)[layout.packed_index[slots]] == slots % layout.shape[1]).all())
+def layout_of(stack: nn.Module, state: StackState, host: HostRows) -> TreeLayout:
+    """The tree of a batch. Rows with different padding in front share nothing where it may reach a recurrent state."""
+    apart = padding_before(host.begin, host.shape) if state.mixers else None
+    return TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device), apart=apart)
 
 
 def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | None) -> None:
@@ -363,6 +370,11 @@ def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | 
     if given.get("position_ids") is not None and state.positions.table is not None:
         raise Unshared("this model takes no position_ids")
     positions_alone = mask is None and given.get("position_ids") is not None and not has_axes(given["position_ids"])
+    restarting = mask is None and given.get("position_ids") is not None
+    if state.mixers and (restarting or any(given.get(name) is not None for name in _PACKING)):
+        raise Unshared(
+            f"the state of {state.mixers[0].name} runs through packed rows: pass an attention_mask, or rows one by one"
+        )
     if positions_alone and not all(site.separates for site in state.sites):
         raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")
     extra = other_tensors(given, (*_REPLACED, *_PACKING)) if inputs is None else []
@@ -397,9 +409,14 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
     """Refuse to compute a batch in parts where that changes what is computed.
 
     Raises:
-        NotImplementedError: RoPE is scaled by the longest position of a forward, or rows draw random numbers.
+        NotImplementedError: a layer has a recurrent state, RoPE is scaled by the longest position of a forward, or rows
+            draw random numbers.
         ValueError: the layout is on another device than the model.
     """
+    if state.mixers:
+        raise NotImplementedError(
+            f"{state.mixers[0].name} has a recurrent state, which waves are not handed; run the batch in one forward"
+        )
     kinds = _rope_kinds(stack) & {"dynamic", "longrope"}
     if kinds and int(layout.position_ids.max(initial=0)) + 1 > _rope_limit(stack, 0):
         raise NotImplementedError(
@@ -448,10 +465,12 @@ def estimated_costs(stack: nn.Module, device: torch.device) -> CostModel:
         getattr(config, "n_routed_experts", 0) or 0,
     )
     active = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    unshared = {id(x) for layer in layers for _, mixer in mixers_of(layer, config) for x in mixer.parameters()}
     params = sum(
         parameter.numel() * (active if "experts" in name and "shared" not in name else 1.0)
         for layer in layers
         for name, parameter in layer.named_parameters()
+        if id(parameter) not in unshared
     )
     heads, head_dim = attention_heads(config)
     head_dim = getattr(config, "v_head_dim", None) or head_dim
@@ -468,12 +487,13 @@ def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> 
         first_node: queries are the tokens of this node and the ones after it.
     """
     tables = {span: layout.tables(span, first_node) for span in {site.span for site in state.sites}}
-    columns = None
+    counted = None
     if any(site.counts for site in state.sites):
-        if not _columns_agree(layout):
+        if not columns_agree(layout):
             raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
-        columns = torch.from_numpy(_columns(layout)[layout.offset[first_node] :]).to(layout.device)
-    return ReplayContext(tables, layout.num_levels == 1, state.kernel, columns)
+        counted = torch.from_numpy(columns(layout)[layout.offset[first_node] :]).to(layout.device)
+    rows = path_rows(layout) if state.mixers else None
+    return ReplayContext(tables, layout.num_levels == 1, state.kernel, counted, rows)
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
@@ -506,14 +526,21 @@ def packed_arguments(
         torch.from_numpy(x[layout.offset[first_node] :]).to(device, non_blocking=True)
         for x in (layout.input_ids, layout.position_ids)
     )
-    by_mask = any(site.carrier == MASK for site in state.sites)
     return {
         "input_ids": input_ids[None],
-        "attention_mask": ContextMask(context) if by_mask else _stand_in(device),
+        "attention_mask": _carrying_mask(stack, state, context, device),
         "position_ids": position_ids[None],
         "use_cache": False,
         CONTEXT: context,
     }
+
+
+def _carrying_mask(stack: nn.Module, state: StackState, context: ReplayContext, device: torch.device) -> Any:
+    """What stands in the place of the mask: it carries the context where keywords do not arrive."""
+    carriers = {site.carrier for site in state.sites} | {mixer.carrier for mixer in state.mixers}
+    if MAPPING in carriers:
+        return by_layer_type(ContextMask(context), stack.config)
+    return ContextMask(context) if MASK in carriers else _stand_in(device)
 
 
 def _stand_in(device: torch.device) -> Tensor:

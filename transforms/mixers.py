@@ -1,0 +1,82 @@
+"""Modules that mix the tokens of a row other than by attention, told by their classes.
+
+Those with a recurrent or convolution state run row by row (`path_rows`). Those inside of an attention module, and those
+that choose keys for it, cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from augtree_fx.transforms.classes import base_class, is_attention
+
+_STATE = re.compile(
+    r"Mamba|SSM|Recurrent|Rwkv|DeltaNet|DeltaAttention|ShortConv|LinearAttention|Lightning|RgLru|RGLRU|Retention|Conv1d"
+)
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_CHOICE = re.compile(r"Indexer|Compressor")  # they choose or pool keys by the tokens before them
+_WITHOUT_STATE = ("Norm", "NormGated", "MLP", "Mlp", "RotaryEmbedding")
+_OF_ONE_TOKEN = re.compile(r"(Norm|MLP|Mlp|MoE|Experts|Router|Linear|Dropout|Identity|ModuleList)$")
+
+
+def mixers_of(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:
+    """Modules of a layer with a state that runs along a row, with their names: those whose forward has the state.
+
+    Args:
+        layer: of a decoder stack.
+        config: of the stack; its class says which prefix of class names is that of the family.
+    """
+    return list(_states("", layer, _family(config)))
+
+
+def unknown_mixer(layer: nn.Module, config: Any) -> tuple[str, nn.Module] | None:
+    """A module that mixes tokens and that `mixers_of` does not cover."""
+    family = _family(config)
+    covered = [module for _, mixer in mixers_of(layer, config) for module in mixer.modules()]
+    for name, module in layer.named_modules():
+        if not name or is_attention(module):
+            continue
+        state = _has_state(module, family) and not isinstance(module, GradientCheckpointingLayer)
+        if _chooses(module) or (state and not any(module is x for x in covered)):
+            return name, module
+    return None
+
+
+def mixes_nothing(layer: nn.Module) -> bool:
+    """Whether a layer holds nothing but norms, MLPs and experts, as their classes are named."""
+    return all(
+        _OF_ONE_TOKEN.search(base_class(module).__name__) or type(module).__module__ in _ACTIVATIONS
+        for name, module in layer.named_modules()
+        if name
+    )
+
+
+def _states(name: str, module: nn.Module, family: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}".lstrip(".")
+        if is_attention(child) or _chooses(child):
+            continue
+        inner = isinstance(child, GradientCheckpointingLayer)
+        if not inner and (_has_state(child, family) or any(_has_state(x, family) for x in child.children())):
+            yield full, child
+        else:
+            yield from _states(full, child, family)
+
+
+def _family(config: Any) -> str:
+    return re.sub(r"(Text)?Config$", "", type(config).__name__)
+
+
+def _has_state(module: nn.Module, family: str) -> bool:
+    name = base_class(module).__name__.removeprefix(family)
+    return not name.endswith(_WITHOUT_STATE) and _STATE.search(name) is not None
+
+
+def _chooses(module: nn.Module) -> bool:
+    name = base_class(module).__name__
+    return not name.endswith(_WITHOUT_STATE) and _CHOICE.search(name) is not None
