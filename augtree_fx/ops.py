@@ -218,7 +218,8 @@ def _wave_backward(
         dout, dlse, q, keys, values, out, lse, segments, cu_seqlens, kv_index, sinks, *spec
     )
     first = len(prompt_k)
-    return dq, dk[first:].clone(), dv[first:].clone(), dk[:first].to(wide), dv[:first].to(wide), dsinks
+    prompts = (x[:first].to(wide, copy=True) for x in (dk, dv))  # a handle keeps them, and not the wave's with them
+    return dq, dk[first:].clone(), dv[first:].clone(), *prompts, dsinks
 
 
 def _wave_backward_fake(

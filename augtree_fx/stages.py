@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.predictions import Predictions
@@ -87,6 +88,8 @@ class StageRunner:
         stack: its decoder stack.
         state: of the stack.
         layout: the tree.
+        with_grad: whether gradients are wanted.
+        outputs: class of the stack's outputs.
     """
 
     model: nn.Module
@@ -94,6 +97,7 @@ class StageRunner:
     state: StackState
     layout: TreeLayout
     with_grad: bool = False
+    outputs: type = BaseModelOutput
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -152,6 +156,7 @@ class StageRunner:
         arguments = packed_arguments(self.stack, self.state, part, context, len(above))
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
+        (self.outputs,) = hidden.outputs
         return hidden.found[0][0], kept
 
     def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
@@ -166,10 +171,10 @@ class StageRunner:
             nothing = torch.empty(0)
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         hidden, kept = self.forward(nodes, above, keep=True)
-        if self.with_grad and hidden.requires_grad and not any(k.requires_grad for k, _ in kept.values()):
+        if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
             raise NotImplementedError(
-                "no layer's keys are part of the graph; checkpoint with gradient_checkpointing_kwargs="
-                "{'use_reentrant': False}"
+                "keys of checkpointed layers are not part of the graph; checkpoint with "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         sources = predictions.sources_among(tokens)
         picked = hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)]
@@ -180,7 +185,21 @@ class StageRunner:
     def head(self, hidden: Tensor) -> Any:
         """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None])})
+        return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None], self.outputs)})
+
+
+def _checkpoints_reentrantly(hidden: Tensor) -> bool:
+    """Whether layers' forwards ran without a graph, as reentrant checkpointing does."""
+    seen, frontier = set(), [hidden.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CheckpointFunctionBackward"):
+            return True
+        seen.add(node)
+        frontier += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None) -> PromptKV:

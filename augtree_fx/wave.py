@@ -109,7 +109,8 @@ class Wave:
         return torch.cat([checkpoint(chunk, hidden, labels, use_reentrant=False) for hidden, labels in pairs])
 
     def _note_backward(self, gradient: Tensor) -> None:
-        self._spent, self.wants_backward = True, False
+        self.free()
+        self.wants_backward = False
 
     def free(self) -> None:
         """Drop what the wave holds; its indices stay."""

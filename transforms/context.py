@@ -95,9 +95,11 @@ class GivenHidden:
 
     Attributes:
         hidden: what the stack's forward would have computed.
+        outputs: class of the stack's outputs, whose other fields a head may read; they are ``None``.
     """
 
     hidden: Tensor
+    outputs: type
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,12 @@ class HiddenStates:
     Attributes:
         shared: the context of the tokens.
         found: gets ``[1, T, hidden size]``.
+        outputs: gets the class of the stack's outputs.
     """
 
     shared: ReplayContext
     found: list[Tensor] = field(default_factory=list)
+    outputs: list[type] = field(default_factory=list)
 
 
 @dataclass

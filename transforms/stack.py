@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
@@ -65,7 +64,8 @@ class StackState:
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
-        return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes)}
+        copied = {"sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False}
+        return {**self.__dict__, **copied}
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,11 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
     """
     context = given.get(CONTEXT)
     if isinstance(context, GivenHidden):
-        return BaseModelOutputWithPast(last_hidden_state=context.hidden)
+        return context.outputs(last_hidden_state=context.hidden)
     if isinstance(context, HiddenStates):
         outputs = call_packed(stack, state.positions, original, {**given, CONTEXT: context.shared})
         context.found.append(outputs.last_hidden_state)
+        context.outputs.append(type(outputs))
         outputs.last_hidden_state = outputs.last_hidden_state[:, :1]
         return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
@@ -336,7 +337,8 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
     """Refuse to compute a batch in parts where that changes what is computed.
 
     Raises:
-        NotImplementedError: RoPE is scaled by the longest position of a forward, or rows draw random numbers.
+        NotImplementedError: RoPE is scaled by the longest position of a forward, rows draw random numbers, or a layer
+            counts columns and shared tokens stand in different ones.
         ValueError: the layout is on another device than the model.
     """
     kinds = _rope_kinds(stack) & {"dynamic", "longrope"}
@@ -345,6 +347,7 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
             f"RoPE of kind {', '.join(sorted(map(str, kinds)))} is scaled by the longest position of each forward, and "
             "prompts and branches would be scaled apart; run the batch in one forward"
         )
+    _refuse_columns(state, layout)
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device
     if layout.device != device and device.type != "meta":
@@ -409,10 +412,14 @@ def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> 
     tables = {span: layout.tables(span, first_node) for span in {site.span for site in state.sites}}
     columns = None
     if any(site.counts for site in state.sites):
-        if not _columns_agree(layout):
-            raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
+        _refuse_columns(state, layout)
         columns = torch.from_numpy(_columns(layout)[layout.offset[first_node] :]).to(layout.device)
     return ReplayContext(tables, layout.num_levels == 1, state.kernel, columns)
+
+
+def _refuse_columns(state: StackState, layout: TreeLayout) -> None:
+    if any(site.counts for site in state.sites) and not _columns_agree(layout):
+        raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
