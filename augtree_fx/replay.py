@@ -63,6 +63,11 @@ def prefill(
         raise ValueError(f"on_unused must be one of {', '.join(ON_UNUSED)}, got {on_unused!r}")
     if max_wave_tokens is not None and max_wave_tokens < 1:
         raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
+    if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
+        raise NotImplementedError(
+            f"{type(model).__name__} reads one token of each row; pass its decoder, model.base_model, and apply the "
+            "head to wave.hidden_states()"
+        )
     if isinstance(getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel):
         raise NotImplementedError(
             "DistributedDataParallel expects one backward a forward; pass model.module and average the gradients after "
@@ -112,7 +117,7 @@ class Tree:
         if self._state != "entered":
             raise RuntimeError(
                 "waves are taken once, inside the block: `with augtree_fx.prefill(model, layout) as tree`"
-                if self._state != "started"
+                if self._state not in ("started", "finished")
                 else "tree.waves() was called already; waves of one tree are taken once"
             )
         plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens)
@@ -168,6 +173,11 @@ class Tree:
             raise RuntimeError(
                 "a wave had no backward: call loss.backward() inside the loop over tree.waves(), or pass "
                 "on_unused='skip' for waves without a loss"
+            )
+        if wave.misses_prompts:
+            raise RuntimeError(
+                "a wave's gradient did not reach the prompts: call loss.backward() without inputs, not "
+                "torch.autograd.grad"
             )
         wave.free()
 

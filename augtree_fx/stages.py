@@ -33,6 +33,7 @@ class ComputedStage:
         sources: packed tokens of its own whose hidden states predict something, ascending.
         hidden: ``[sources, hidden size]`` in its graph.
         leaf: the same as a leaf in the accumulation dtype.
+        arrivals: gets an entry whenever a wave's gradient arrives here; ``None`` where none can.
     """
 
     nodes: IntArray
@@ -43,6 +44,7 @@ class ComputedStage:
     sources: IntArray
     hidden: Tensor
     leaf: Tensor
+    arrivals: list[None] | None = None
 
     def path(self) -> list[ComputedStage]:
         """This stage and those above it."""
@@ -180,12 +182,24 @@ class StageRunner:
         picked = hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)]
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(picked.requires_grad)
         prompts = {place: _leaves(place, own, above) for place, own in kept.items()}
-        return ComputedStage(np.concatenate([outer, nodes]), tokens, above, prompts, kept, sources, picked, leaf)
+        arrivals = _watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
+        nodes = np.concatenate([outer, nodes])
+        return ComputedStage(nodes, tokens, above, prompts, kept, sources, picked, leaf, arrivals)
 
     def head(self, hidden: Tensor) -> Any:
         """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None], self.outputs)})
+
+
+def _watched(leaves: list[Tensor]) -> list[None] | None:
+    """A list that grows when gradients arrive at the first leaf, and the first handle, that can get any."""
+    watched = [leaf for leaf in (leaves[0], next((x for x in leaves[1:] if x.requires_grad), None)) if leaf is not None]
+    arrivals: list[None] = []
+    for leaf in watched:
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(lambda _: arrivals.append(None))
+    return arrivals if any(leaf.requires_grad for leaf in watched) else None
 
 
 def _checkpoints_reentrantly(hidden: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What tests of `prefill` hold waves against: rows one by one through the unmodified model, a random weight for each token.
+"""What tests of `prefill` hold waves against: rows one by one through the unmodified model, a random weight a token.
 
 Nothing here is built from the library's layout: rows, slots and weights are those of the rollout.
 """
@@ -104,7 +104,7 @@ def run_of(length: int, seed: int) -> Tensor:
 
 
 def deep_rows() -> list[Row]:
-    """Ragged rows of four levels: a prompt, two turns and a response; one row ends inside a turn, one is there twice."""
+    """Ragged rows of a prompt, two turns and a response; one ends inside a turn, one is there twice."""
     prompt, rows = run_of(9, 1), []
     for turn in (2, 3):
         for inner in (4, 5):
@@ -175,7 +175,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def errors(got: Found, expected: Found, compare: Callable[[Tensor, Tensor], float] = error) -> dict[str, float]:
-    """Error of loss, log-probs and every gradient by name, relative to its largest value; where that is rounding, to the largest."""
+    """Error of loss, log-probs and every gradient, relative to its size, or to the largest if it is rounding."""
     assert got.gradients.keys() == expected.gradients.keys()
     largest = max((x.abs().max().item() for x in expected.gradients.values()), default=0.0)
     pairs = {"loss": (got.loss, expected.loss), "logprobs": (got.logprobs, expected.logprobs)}

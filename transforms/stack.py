@@ -352,7 +352,7 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
     device = embeddings().weight.device
     if layout.device != device and device.type != "meta":
         raise ValueError(f"the layout is on {layout.device}, the model's embedding is on {device}")
-    if stack.training and torch.is_grad_enabled():
+    if stack.training:
         refuse_noise(stack, state.sites)
 
 
