@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from augtree_fx.layout import TreeLayout
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.stack import StackState, make_context, packed_arguments, refuse_waves
 from augtree_fx.trie import IntArray
@@ -59,7 +59,8 @@ class ComputedStage:
                 roots.append(root)
                 gradients.append(gradient.to(root.dtype))
 
-        send(self.hidden, self.leaf.grad)
+        # Also where nothing came back: FSDP2 gathers a layer's parameters when its output gets a gradient.
+        send(self.hidden, torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad)
         for place, own in self.kept.items():
             for name, tensor in zip(("k_handle", "v_handle"), own, strict=True):
                 gradient = getattr(self.prompts[place], name).grad
@@ -149,17 +150,17 @@ class StageRunner:
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
         context = make_context(part, self.state, len(above))
-        kept: dict[Place, tuple[Tensor, Tensor]] = {}
+        kept = Shelf()
         context = replace(
             context,
-            prompts=stage.prompts if stage is not None and len(above) else None,
+            prompts=Shelf(stage.prompts) if stage is not None and len(above) else None,
             kept=kept if keep else None,
         )
         arguments = packed_arguments(self.stack, self.state, part, context, len(above))
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
         (self.outputs,) = hidden.outputs
-        return hidden.found[0][0], kept
+        return hidden.found[0][0], kept.items
 
     def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
         """Compute nodes and keep their graph; without nodes, a stage of no token.
