@@ -251,7 +251,9 @@ def _wave_backward(
         dout, dlse, q, keys, values, out, lse, segments, cu_seqlens, kv_index, sinks, *spec
     )
     first = len(prompt_k)
-    return dq, dk[first:].clone(), dv[first:].clone(), dk[:first].to(wide), dv[:first].to(wide), dsinks
+    # Copies: a handle keeps the prompts' part, and would keep the wave's with it.
+    dk_prompt, dv_prompt = (x[:first].to(wide, copy=True) for x in (dk, dv))
+    return dq, dk[first:].clone(), dv[first:].clone(), dk_prompt, dv_prompt, dsinks
 
 
 def _wave_backward_fake(

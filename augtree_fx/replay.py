@@ -8,7 +8,7 @@ with augtree_fx.prefill(model, layout) as tree:     prompts forward, their graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -63,7 +63,12 @@ def prefill(
         raise ValueError(f"on_unused must be one of {', '.join(ON_UNUSED)}, got {on_unused!r}")
     if max_wave_tokens is not None and max_wave_tokens < 1:
         raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
+        raise NotImplementedError(
+            f"{type(model).__name__} reads one token of each row; pass its decoder, model.base_model, and apply the "
+            "head to wave.hidden_states()"
+        )
+    if isinstance(getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel):
         raise NotImplementedError(
             "DistributedDataParallel expects one backward a forward; pass model.module and average the gradients after "
             "the block, or use FSDP2"
@@ -83,6 +88,7 @@ class Tree:
         self._root: ComputedStage | None = None
         self._open: list[ComputedStage] = []
         self._wave: Wave | None = None
+        self._running: Generator[Wave, None, None] | None = None
         self._state = "new"  # then "entered", "started", "finished", "closed"
 
     def __enter__(self) -> Tree:
@@ -111,15 +117,21 @@ class Tree:
         if self._state != "entered":
             raise RuntimeError(
                 "waves are taken once, inside the block: `with augtree_fx.prefill(model, layout) as tree`"
-                if self._state != "started"
+                if self._state not in ("started", "finished")
                 else "tree.waves() was called already; waves of one tree are taken once"
             )
         plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens)
         self._state = "started"
         assert self._root is not None
-        return self._run(plan, self._root)
+        self._running = self._run(plan, self._root)
+        return self._until_left(self._running)
 
-    def _run(self, plan: Stage, stage: ComputedStage) -> Iterator[Wave]:
+    def _until_left(self, running: Iterator[Wave]) -> Iterator[Wave]:
+        yield from running
+        if self._state == "closed":
+            raise RuntimeError("the block of these waves was left; take all of tree.waves() inside of it")
+
+    def _run(self, plan: Stage, stage: ComputedStage) -> Generator[Wave, None, None]:
         yield from self._hand_out(self._own_wave(stage))
         for nodes in plan.waves:
             yield from self._hand_out(self._branches(stage, nodes))
@@ -162,6 +174,11 @@ class Tree:
                 "a wave had no backward: call loss.backward() inside the loop over tree.waves(), or pass "
                 "on_unused='skip' for waves without a loss"
             )
+        if wave.misses_prompts:
+            raise RuntimeError(
+                "a wave's gradient did not reach the prompts: call loss.backward() without inputs, not "
+                "torch.autograd.grad"
+            )
         wave.free()
 
     def __exit__(
@@ -174,6 +191,9 @@ class Tree:
                 completed = True
         finally:
             self._state = "closed"
+            if self._running is not None:
+                self._running.close()  # its frames hold stages, and the caller may hold it
+                self._running = None
             self._open.clear()
             self._root = None
             if self._wave is not None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.stack import StackState, make_context, packed_arguments, refuse_waves
 from augtree_fx.trie import IntArray
@@ -32,6 +33,7 @@ class ComputedStage:
         sources: packed tokens of its own whose hidden states predict something, ascending.
         hidden: ``[sources, hidden size]`` in its graph.
         leaf: the same as a leaf in the accumulation dtype.
+        arrivals: gets an entry whenever a wave's gradient arrives here; ``None`` where none can.
     """
 
     nodes: IntArray
@@ -42,6 +44,7 @@ class ComputedStage:
     sources: IntArray
     hidden: Tensor
     leaf: Tensor
+    arrivals: list[None] | None = None
 
     def path(self) -> list[ComputedStage]:
         """This stage and those above it."""
@@ -56,7 +59,8 @@ class ComputedStage:
                 roots.append(root)
                 gradients.append(gradient.to(root.dtype))
 
-        send(self.hidden, self.leaf.grad)
+        # Also where nothing came back: FSDP2 gathers a layer's parameters when its output gets a gradient.
+        send(self.hidden, torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad)
         for place, own in self.kept.items():
             for name, tensor in zip(("k_handle", "v_handle"), own, strict=True):
                 gradient = getattr(self.prompts[place], name).grad
@@ -87,6 +91,8 @@ class StageRunner:
         stack: its decoder stack.
         state: of the stack.
         layout: the tree.
+        with_grad: whether gradients are wanted.
+        outputs: class of the stack's outputs.
     """
 
     model: nn.Module
@@ -94,6 +100,7 @@ class StageRunner:
     state: StackState
     layout: TreeLayout
     with_grad: bool = False
+    outputs: type = BaseModelOutput
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -143,16 +150,17 @@ class StageRunner:
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
         context = make_context(part, self.state, len(above))
-        kept: dict[Place, tuple[Tensor, Tensor]] = {}
+        kept = Shelf()
         context = replace(
             context,
-            prompts=stage.prompts if stage is not None and len(above) else None,
+            prompts=Shelf(stage.prompts) if stage is not None and len(above) else None,
             kept=kept if keep else None,
         )
         arguments = packed_arguments(self.stack, self.state, part, context, len(above))
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
-        return hidden.found[0][0], kept
+        (self.outputs,) = hidden.outputs
+        return hidden.found[0][0], kept.items
 
     def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
         """Compute nodes and keep their graph; without nodes, a stage of no token.
@@ -166,21 +174,47 @@ class StageRunner:
             nothing = torch.empty(0)
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         hidden, kept = self.forward(nodes, above, keep=True)
-        if self.with_grad and hidden.requires_grad and not any(k.requires_grad for k, _ in kept.values()):
+        if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
             raise NotImplementedError(
-                "no layer's keys are part of the graph; checkpoint with gradient_checkpointing_kwargs="
-                "{'use_reentrant': False}"
+                "keys of checkpointed layers are not part of the graph; checkpoint with "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         sources = predictions.sources_among(tokens)
         picked = hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)]
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(picked.requires_grad)
         prompts = {place: _leaves(place, own, above) for place, own in kept.items()}
-        return ComputedStage(np.concatenate([outer, nodes]), tokens, above, prompts, kept, sources, picked, leaf)
+        arrivals = _watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
+        nodes = np.concatenate([outer, nodes])
+        return ComputedStage(nodes, tokens, above, prompts, kept, sources, picked, leaf, arrivals)
 
     def head(self, hidden: Tensor) -> Any:
         """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None])})
+        return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None], self.outputs)})
+
+
+def _watched(leaves: list[Tensor]) -> list[None] | None:
+    """A list that grows when gradients arrive at the first leaf, and the first handle, that can get any."""
+    watched = [leaf for leaf in (leaves[0], next((x for x in leaves[1:] if x.requires_grad), None)) if leaf is not None]
+    arrivals: list[None] = []
+    for leaf in watched:
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(lambda _: arrivals.append(None))
+    return arrivals if any(leaf.requires_grad for leaf in watched) else None
+
+
+def _checkpoints_reentrantly(hidden: Tensor) -> bool:
+    """Whether layers' forwards ran without a graph, as reentrant checkpointing does."""
+    seen, frontier = set(), [hidden.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CheckpointFunctionBackward"):
+            return True
+        seen.add(node)
+        frontier += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None) -> PromptKV:

@@ -45,7 +45,9 @@ class Wave:
             for x in (predictions.row, predictions.index, predictions.slot, layout.input_ids[predictions.target])
         )
         self.num_tokens = 0 if own is None else len(own[0])
-        self._runner, self._spent, self._used = runner, False, False
+        self._runner, self._spent = runner, False
+        self._arrivals = [stage.arrivals for stage in stages if stage.arrivals is not None]
+        self._arrived = self._num_arrivals()
         self._hidden: Tensor | None = _gather(predictions.source, stages, own)
         self.wants_backward = self._hidden.requires_grad
         if self.wants_backward:
@@ -85,12 +87,15 @@ class Wave:
             temperature: what logits are divided by.
 
         Raises:
+            ValueError: ``temperature`` is not above 0.
             RuntimeError, NotImplementedError: as `logits`.
         """
+        _check_temperature(temperature)
         return self._through_head(lambda logits, labels: _logprobs(logits / temperature, labels))
 
     def logprobs_and_entropies(self, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``[n]`` log-probs, and ``[n]`` entropies in nats of the whole distributions; see `logprobs`."""
+        _check_temperature(temperature)
 
         def both(logits: Tensor, labels: Tensor) -> Tensor:
             logits = logits / temperature
@@ -109,7 +114,17 @@ class Wave:
         return torch.cat([checkpoint(chunk, hidden, labels, use_reentrant=False) for hidden, labels in pairs])
 
     def _note_backward(self, gradient: Tensor) -> None:
-        self._spent, self.wants_backward = True, False
+        self.free()
+        self.wants_backward = False
+
+    def _num_arrivals(self) -> int:
+        return sum(map(len, self._arrivals))
+
+    @property
+    def misses_prompts(self) -> bool:
+        """Whether a backward ran that did not go on to the prompts."""
+        ran = self._hidden is None and not self.wants_backward
+        return ran and bool(self._arrivals) and self._num_arrivals() == self._arrived
 
     def free(self) -> None:
         """Drop what the wave holds; its indices stay."""
@@ -136,6 +151,11 @@ def _gather(source: IntArray, stages: list[ComputedStage], own: tuple[IntArray, 
         first += len(part_tokens)
     joined = torch.cat(picked)
     return joined[torch.from_numpy(renumbered).to(joined.device)]
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
 
 
 def _logprobs(logits: Tensor, labels: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,24 @@ class PromptKV(NamedTuple):
 Place = tuple[str, int]  # name of an attention module in its stack, and number of the call in its forward
 
 
+class Shelf:
+    """What belongs to places. No dict or dataclass: FSDP2 rebuilds those around their tensors, which it also casts.
+
+    Attributes:
+        items: by place.
+    """
+
+    def __init__(self, items: dict[Place, Any] | None = None) -> None:
+        self.items: dict[Place, Any] = {} if items is None else items
+
+    def __getitem__(self, place: Place) -> Any:
+        return self.items[place]
+
+    def setdefault(self, place: Place, value: Any) -> None:
+        """Put a value where there is none."""
+        self.items.setdefault(place, value)
+
+
 @dataclass(frozen=True)
 class ReplayContext:
     """What attention modules need of a batch's tree; passed to them as an argument, never ambient.
@@ -41,8 +59,8 @@ class ReplayContext:
         kernel: requested kernel, ``"auto"`` by default.
         columns: ``[T]`` int64 column of each packed token in the caller's rows, where a layer asks for it.
         rows: where packed tokens are in the rows of the tree's paths, where a layer has a recurrent state.
-        prompts: K and V of tokens that were computed before, by place; ``None`` when all tokens are here.
-        kept: where attention modules leave K and V of this forward, by place; ``None`` when nobody asks for them.
+        prompts: `PromptKV` of tokens that were computed before; ``None`` when all tokens are here.
+        kept: where attention modules leave K and V of this forward; ``None`` when nobody asks for them.
     """
 
     tables: Mapping[Span, AttentionTables]
@@ -50,8 +68,8 @@ class ReplayContext:
     kernel: str
     columns: Tensor | None = None
     rows: PathRows | None = None
-    prompts: Mapping[Place, PromptKV] | None = None
-    kept: dict[Place, tuple[Tensor, Tensor]] | None = None
+    prompts: Shelf | None = None
+    kept: Shelf | None = None
 
     @property
     def bucket(self) -> tuple[Hashable, ...]:
@@ -99,28 +117,33 @@ def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEnt
     return [(pytree.SequenceKey(place), leaf) for place, leaf in enumerate(leaves)], constants
 
 
-@dataclass(frozen=True)
 class GivenHidden:
     """In place of a tree: the stack returns these hidden states, ``[1, n, hidden size]``, for the model's head.
 
+    As `HiddenStates` no dataclass, see `Shelf`; and FSDP2 would take the end of the head's backward for the root's.
+
     Attributes:
         hidden: what the stack's forward would have computed.
+        outputs: class of the stack's outputs, whose other fields a head may read; they are ``None``.
     """
 
-    hidden: Tensor
+    def __init__(self, hidden: Tensor, outputs: type) -> None:
+        self.hidden, self.outputs = hidden, outputs
 
 
-@dataclass(frozen=True)
 class HiddenStates:
     """A context that leaves all hidden states here, and gives the model's head one token of them.
 
     Attributes:
         shared: the context of the tokens.
         found: gets ``[1, T, hidden size]``.
+        outputs: gets the class of the stack's outputs.
     """
 
-    shared: ReplayContext
-    found: list[Tensor] = field(default_factory=list)
+    def __init__(self, shared: ReplayContext) -> None:
+        self.shared = shared
+        self.found: list[Tensor] = []
+        self.outputs: list[type] = []
 
 
 @dataclass

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import Place, PromptKV
+from augtree_fx.transforms.context import PromptKV, Shelf
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import Stage
-
-Kept = dict[Place, tuple[Tensor, Tensor]]
 
 
 class Forward(Protocol):
@@ -34,9 +32,7 @@ class Forward(Protocol):
         kept: gets K and V of the nodes' own tokens.
     """
 
-    def __call__(
-        self, nodes: IntArray, above: IntArray, prompts: dict[Place, PromptKV] | None, kept: Kept | None
-    ) -> Any: ...
+    def __call__(self, nodes: IntArray, above: IntArray, prompts: Shelf | None, kept: Shelf | None) -> Any: ...
 
 
 class _Handle(torch.autograd.Function):
@@ -70,12 +66,12 @@ class _Run:
     outputs: list[Any] = field(default_factory=list)
     nodes: list[IntArray] = field(default_factory=list)
 
-    def stage(self, plan: Stage, above: IntArray, prompts: dict[Place, PromptKV] | None) -> None:
+    def stage(self, plan: Stage, above: IntArray, prompts: Shelf | None) -> None:
         if len(plan.nodes):
-            kept: Kept = {}
+            kept = Shelf()
             self._add(plan.nodes, self.forward(plan.nodes, above, prompts, kept))
-            outer = prompts or {}
-            prompts = {place: _prompt_kv(own, outer.get(place)) for place, own in kept.items()}
+            outer = {} if prompts is None else prompts.items
+            prompts = Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
             above = np.concatenate([above, plan.nodes])
         for nodes in plan.waves:
             self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from augtree_fx.costs import CostModel, attention_heads
 from augtree_fx.layout import TreeLayout
@@ -76,7 +75,8 @@ class StackState:
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
-        return {**self.__dict__, "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes)}
+        copied = {"sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False}
+        return {**self.__dict__, **copied}
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,11 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
     """
     context = given.get(CONTEXT)
     if isinstance(context, GivenHidden):
-        return BaseModelOutputWithPast(last_hidden_state=context.hidden)
+        return context.outputs(last_hidden_state=context.hidden)
     if isinstance(context, HiddenStates):
         outputs = call_packed(stack, state.positions, original, {**given, CONTEXT: context.shared})
         context.found.append(outputs.last_hidden_state)
+        context.outputs.append(type(outputs))
         outputs.last_hidden_state = outputs.last_hidden_state[:, :1]
         return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
@@ -409,8 +410,8 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
     """Refuse to compute a batch in parts where that changes what is computed.
 
     Raises:
-        NotImplementedError: a layer has a recurrent state, RoPE is scaled by the longest position of a forward, or rows
-            draw random numbers.
+        NotImplementedError: a layer has a recurrent state, RoPE is scaled by the longest position of a forward, rows
+            draw random numbers, or a layer counts columns and shared tokens stand in different ones.
         ValueError: the layout is on another device than the model.
     """
     if state.mixers:
@@ -423,11 +424,12 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
             f"RoPE of kind {', '.join(sorted(map(str, kinds)))} is scaled by the longest position of each forward, and "
             "prompts and branches would be scaled apart; run the batch in one forward"
         )
+    _refuse_columns(state, layout)
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device
     if layout.device != device and device.type != "meta":
         raise ValueError(f"the layout is on {layout.device}, the model's embedding is on {device}")
-    if stack.training and torch.is_grad_enabled():
+    if stack.training:
         refuse_noise(stack, state.sites)
 
 
@@ -489,11 +491,15 @@ def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> 
     tables = {span: layout.tables(span, first_node) for span in {site.span for site in state.sites}}
     counted = None
     if any(site.counts for site in state.sites):
-        if not columns_agree(layout):
-            raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
+        _refuse_columns(state, layout)
         counted = torch.from_numpy(columns(layout)[layout.offset[first_node] :]).to(layout.device)
     rows = path_rows(layout) if state.mixers else None
     return ReplayContext(tables, layout.num_levels == 1, state.kernel, counted, rows)
+
+
+def _refuse_columns(state: StackState, layout: TreeLayout) -> None:
+    if any(site.counts for site in state.sites) and not columns_agree(layout):
+        raise NotImplementedError("a layer counts the columns of tokens, and shared tokens stand in different ones")
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:
