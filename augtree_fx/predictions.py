@@ -6,11 +6,32 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import token_index
+
+
+def scored_slots(layout: TreeLayout, scored: Tensor | None, prompts: IntArray) -> NDArray[np.bool_]:
+    """``[batch * sequence]``, whether the token of a slot is scored.
+
+    Args:
+        layout: the tree.
+        scored: ``layout.shape``, non-zero where a token is scored; ``None`` for all tokens outside of prompts.
+        prompts: nodes that are prompts.
+
+    Raises:
+        ValueError: ``scored`` has another shape than the batch.
+    """
+    if scored is not None:
+        if tuple(scored.shape) != tuple(layout.shape):
+            raise ValueError(f"scored must have the batch's shape, {tuple(layout.shape)}, got {tuple(scored.shape)}")
+        return scored.reshape(-1).to("cpu", torch.bool).numpy()
+    outside = np.ones(layout.num_tokens + 1, dtype=bool)  # the last entry is for padding, -1
+    outside[token_index(layout, prompts)] = outside[-1] = False
+    return outside[layout.packed_index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,32 +53,19 @@ class Predictions:
     target: IntArray
 
     @staticmethod
-    def of(layout: TreeLayout, scored: Tensor | None, prompts: IntArray) -> Predictions:
+    def of(layout: TreeLayout, scored: NDArray[np.bool_]) -> Predictions:
         """Scored tokens of a layout.
 
         Args:
             layout: the tree.
-            scored: ``layout.shape``, non-zero where a token is scored; ``None`` for all tokens outside of prompts.
-            prompts: nodes that are prompts.
-
-        Raises:
-            ValueError: ``scored`` has another shape than the batch.
+            scored: ``[batch * sequence]``, whether the token of a slot is scored; first tokens of rows never are.
         """
         length = np.maximum(layout.row_length - 1, 0)
         row = np.repeat(np.arange(layout.num_rows), length)
         index = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length) + 1
         slot = layout.row_begin[row] + index
         target, source = layout.packed_index[slot], layout.packed_index[slot - 1]
-        if scored is None:
-            in_prompt = np.zeros(layout.num_tokens, dtype=bool)
-            in_prompt[token_index(layout, prompts)] = True
-            chosen = ~in_prompt[target]
-        else:
-            if tuple(scored.shape) != tuple(layout.shape):
-                raise ValueError(
-                    f"scored must have the batch's shape, {tuple(layout.shape)}, got {tuple(scored.shape)}"
-                )
-            chosen = scored.reshape(-1).to("cpu", torch.bool).numpy()[slot]
+        chosen = scored[slot]
         return Predictions(*(x[chosen] for x in (row, index, slot, source, target)))
 
     def take(self, chosen: IntArray) -> Predictions:

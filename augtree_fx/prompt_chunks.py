@@ -13,8 +13,11 @@ from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
 
 
-def split_prompts(layout: TreeLayout, longest: int) -> TreeLayout:
-    """The same tree with prompts (nodes at level 0 that have branches) of at most ``longest`` tokens each.
+def split_prompts(layout: TreeLayout, longest: int) -> tuple[TreeLayout, IntArray]:
+    """Cut prompts (nodes at level 0 that have branches) into chunks of at most ``longest`` tokens.
+
+    Returns:
+        The same tree with more nodes, and those of its nodes that continue a prompt.
 
     Raises:
         ValueError: ``longest`` is below 1.
@@ -24,7 +27,7 @@ def split_prompts(layout: TreeLayout, longest: int) -> TreeLayout:
     has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
     long = (layout.level == 0) & has_branches & (layout.length > longest)
     if not long.any():
-        return layout
+        return layout, np.empty(0, dtype=np.int64)
     pieces = np.where(long, -(-layout.length // longest), 1)
     old = np.repeat(np.arange(layout.num_nodes), pieces)  # old node of each new one, which are in no final order yet
     last = np.cumsum(pieces) - 1
@@ -43,7 +46,7 @@ def split_prompts(layout: TreeLayout, longest: int) -> TreeLayout:
     first = layout.offset[old] + begin
     tokens = np.concatenate([np.arange(first[node], first[node] + length[node]) for node in order])
     ends = layout.row_node
-    return replace(
+    split = replace(
         layout,
         parent=new_parent,
         level=level,
@@ -54,6 +57,7 @@ def split_prompts(layout: TreeLayout, longest: int) -> TreeLayout:
         position_ids=layout.position_ids[tokens],
         input_ids=layout.input_ids[tokens],
     )
+    return split, np.flatnonzero(place[order] > 0)
 
 
 def _level_major(parent: IntArray) -> list[int]:

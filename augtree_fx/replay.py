@@ -15,10 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from augtree_fx.layout import TreeLayout
-from augtree_fx.predictions import Predictions
-from augtree_fx.stages import ComputedStage, StageRunner
+from augtree_fx.predictions import Predictions, scored_slots
+from augtree_fx.prompt_chunks import split_prompts
+from augtree_fx.stages import DORMANT, ComputedStage, StageRunner
 from augtree_fx.transforms import find_stack, is_installed
 from augtree_fx.transforms.install import STATE
+from augtree_fx.trie import IntArray
 from augtree_fx.wave import Wave
 from augtree_fx.waves import Stage, plan_waves
 
@@ -30,6 +32,8 @@ def prefill(
     layout: TreeLayout,
     *,
     max_wave_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
+    activations: str = "keep",
     scored: Tensor | None = None,
     on_unused: str = "error",
 ) -> Tree:
@@ -42,6 +46,9 @@ def prefill(
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
         layout: the batch, on the model's device; `TreeLayout.from_groups`, `.from_padded` or `.from_packed`.
         max_wave_tokens: packed tokens of a wave, unless `Tree.waves` says otherwise; ``None`` for one wave.
+        max_prompt_tokens: compute longer prompts in chunks of so many tokens, one after another.
+        activations: of prompts, until their backward: ``"keep"`` them; ``"recompute"`` them then, one chunk at a time,
+            so that besides K and V only one chunk of a prompt is ever alive; ``"offload"`` them to pinned host memory.
         scored: ``layout.shape``, non-zero at tokens whose log-probs are wanted. By default all tokens but the first of
             each row and those of prompts: of nodes at level 0 that have branches.
         on_unused: what to do about a wave without a backward, or waves that are left over: ``"error"``, or ``"skip"``,
@@ -52,8 +59,8 @@ def prefill(
         an exception nothing is left: the parameters' gradients are what they were before.
 
     Raises:
-        ValueError: the model is not transformed, ``scored`` has another shape, or ``on_unused`` or
-            ``max_wave_tokens`` is unknown or below 1.
+        ValueError: the model is not transformed, ``scored`` has another shape, ``on_unused`` or ``activations`` is
+            unknown, or a number of tokens is below 1.
         NotImplementedError: what the model's layers or wrappers do cannot be cut into waves.
     """
     stack = find_stack(model)
@@ -61,6 +68,8 @@ def prefill(
         raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
     if on_unused not in ON_UNUSED:
         raise ValueError(f"on_unused must be one of {', '.join(ON_UNUSED)}, got {on_unused!r}")
+    if activations not in DORMANT:
+        raise ValueError(f"activations must be one of {', '.join(DORMANT)}, got {activations!r}")
     if max_wave_tokens is not None and max_wave_tokens < 1:
         raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
     if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
@@ -73,18 +82,29 @@ def prefill(
             "DistributedDataParallel expects one backward a forward; pass model.module and average the gradients after "
             "the block, or use FSDP2"
         )
-    return Tree(StageRunner(model, stack, getattr(stack, STATE), layout), max_wave_tokens, scored, on_unused)
+    prompts = plan_waves(layout, None).nodes
+    slots = scored_slots(layout, scored, prompts)
+    split, chunks = split_prompts(layout, layout.num_tokens if max_prompt_tokens is None else max_prompt_tokens)
+    runner = StageRunner(model, stack, getattr(stack, STATE), split, dormant=activations)
+    return Tree(runner, chunks, max_wave_tokens, Predictions.of(split, slots), on_unused)
 
 
 class Tree:
     """A batch whose prompts are computed; made by `prefill`, and entered once."""
 
-    def __init__(self, runner: StageRunner, max_wave_tokens: int | None, scored: Tensor | None, on_unused: str) -> None:
+    def __init__(
+        self,
+        runner: StageRunner,
+        chunks: IntArray,
+        max_wave_tokens: int | None,
+        predictions: Predictions,
+        on_unused: str,
+    ) -> None:
         self.layout = runner.layout
         self._runner, self._on_unused = runner, on_unused
         self._max_wave_tokens = max_wave_tokens
         self._prompts = plan_waves(runner.layout, None).nodes
-        self._predictions = Predictions.of(runner.layout, scored, self._prompts)
+        self._chunks, self._predictions = chunks, predictions
         self._root: ComputedStage | None = None
         self._open: list[ComputedStage] = []
         self._wave: Wave | None = None
@@ -120,7 +140,7 @@ class Tree:
                 if self._state not in ("started", "finished")
                 else "tree.waves() was called already; waves of one tree are taken once"
             )
-        plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens)
+        plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens, self._chunks)
         self._state = "started"
         assert self._root is not None
         self._running = self._run(plan, self._root)

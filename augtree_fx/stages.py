@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +21,9 @@ from augtree_fx.transforms.stack import StackState, make_context, packed_argumen
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import part_of, token_index
 
+# What becomes of a stage's activations until its backward: kept, computed again, or in pinned memory of the host.
+DORMANT = ("keep", "recompute", "offload")
+
 
 @dataclass(eq=False)
 class ComputedStage:
@@ -34,6 +39,7 @@ class ComputedStage:
         hidden: ``[sources, hidden size]`` in its graph.
         leaf: the same as a leaf in the accumulation dtype.
         arrivals: gets an entry whenever a wave's gradient arrives here; ``None`` where none can.
+        again: computes ``hidden`` and ``kept`` anew, in a graph, where none was kept.
     """
 
     nodes: IntArray
@@ -45,13 +51,22 @@ class ComputedStage:
     hidden: Tensor
     leaf: Tensor
     arrivals: list[None] | None = None
+    again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
 
     def path(self) -> list[ComputedStage]:
         """This stage and those above it."""
         return [self, *(self.above.path() if self.above else [])]
 
+    def lie_in(self, longer: dict[Place, PromptKV]) -> None:
+        """Let K and V lie in those of a stage that continues this one, instead of in memory of their own."""
+        for place, own in self.prompts.items():
+            length = len(own.k)
+            self.prompts[place] = own._replace(k=longer[place].k[:length], v=longer[place].v[:length])
+
     def backward(self) -> None:
         """Send what has come back to its leaves through its graph, once, and to the stage above."""
+        if self.again is not None and self.leaf.requires_grad:
+            self.hidden, self.kept = self.again()
         roots, gradients = [], []
 
         def send(root: Tensor, gradient: Tensor | None) -> None:
@@ -93,6 +108,7 @@ class StageRunner:
         layout: the tree.
         with_grad: whether gradients are wanted.
         outputs: class of the stack's outputs.
+        dormant: what becomes of a stage's activations until its backward, one of `DORMANT`.
     """
 
     model: nn.Module
@@ -101,6 +117,7 @@ class StageRunner:
     layout: TreeLayout
     with_grad: bool = False
     outputs: type = BaseModelOutput
+    dormant: str = "keep"
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -173,19 +190,36 @@ class StageRunner:
         if not len(nodes):
             nothing = torch.empty(0)
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
-        hidden, kept = self.forward(nodes, above, keep=True)
-        if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
-            raise NotImplementedError(
-                "keys of checkpointed layers are not part of the graph; checkpoint with "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
         sources = predictions.sources_among(tokens)
-        picked = hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)]
-        leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(picked.requires_grad)
-        prompts = {place: _leaves(place, own, above) for place, own in kept.items()}
+
+        def run() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+            hidden, kept = self.forward(nodes, above, keep=True)
+            if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
+                raise NotImplementedError(
+                    "keys of checkpointed layers are not part of the graph; checkpoint with "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
+            return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept
+
+        recompute = self.dormant == "recompute" and self.with_grad
+        with torch.no_grad() if recompute else self._offloaded():
+            picked, kept = run()
+        leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(recompute or picked.requires_grad)
+        prompts = {place: _leaves(place, own, above, always=recompute) for place, own in kept.items()}
+        if above is not None:
+            above.lie_in(prompts)
         arrivals = _watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
-        nodes = np.concatenate([outer, nodes])
-        return ComputedStage(nodes, tokens, above, prompts, kept, sources, picked, leaf, arrivals)
+        own = {} if recompute else kept
+        stage = ComputedStage(
+            np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals
+        )
+        stage.again = run if recompute else None
+        return stage
+
+    def _offloaded(self) -> AbstractContextManager[Any]:
+        if self.dormant != "offload" or not self.with_grad:
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
 
     def head(self, hidden: Tensor) -> Any:
         """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""
@@ -217,10 +251,10 @@ def _checkpoints_reentrantly(hidden: Tensor) -> bool:
     return False
 
 
-def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None) -> PromptKV:
+def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None, *, always: bool) -> PromptKV:
     """K and V of a stage's tokens, after those of the stages above, with handles that hold no memory."""
     tensors = [x.detach() for x in own]
-    needs = [x.requires_grad for x in own]
+    needs = [always or x.requires_grad for x in own]
     if above is not None and above.prompts:
         outer = above.prompts[place]
         tensors = [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]

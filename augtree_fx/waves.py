@@ -40,11 +40,12 @@ class Stage:
             yield from stage.walk()
 
 
-def plan_waves(layout: TreeLayout, max_tokens: int | None) -> Stage:
+def plan_waves(layout: TreeLayout, max_tokens: int | None, kept: IntArray | None = None) -> Stage:
     """Cut a tree into stages and waves.
 
     Args:
         layout: the tree.
+        kept: nodes with branches that are stages of their own, however small.
         max_tokens: packed tokens of a wave; ``None`` for one wave. A response that is longer is a wave of its own.
 
     Raises:
@@ -62,19 +63,20 @@ def plan_waves(layout: TreeLayout, max_tokens: int | None) -> Stage:
     roots = [node for node in range(layout.num_nodes) if layout.level[node] == 0]
     prompts = [node for node in roots if children[node]]
     units = [child for node in prompts for child in children[node]] + [node for node in roots if not children[node]]
+    if max_tokens is None:
+        max_tokens = max(layout.num_tokens, 1)
+    for node in () if kept is None else kept.tolist():
+        subtree[node] = max(subtree[node], max_tokens + 1)
     return _stage(prompts, units, children, subtree, max_tokens)
 
 
-def _stage(
-    nodes: list[int], units: list[int], children: list[list[int]], subtree: IntArray, max_tokens: int | None
-) -> Stage:
-    limit = int(subtree.sum()) if max_tokens is None else max_tokens
+def _stage(nodes: list[int], units: list[int], children: list[list[int]], subtree: IntArray, limit: int) -> Stage:
     too_large = [unit for unit in units if children[unit] and subtree[unit] > limit]
     stage = Stage(np.array(nodes, dtype=np.int64))
     small = [unit for unit in units if unit not in set(too_large)]
     for members in _fill(small, subtree, limit):
         stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
-    stage.inner = [_stage([unit], children[unit], children, subtree, max_tokens) for unit in too_large]
+    stage.inner = [_stage([unit], children[unit], children, subtree, limit) for unit in too_large]
     return stage
 
 

@@ -24,7 +24,7 @@ def layout_of(rows: list[list[int]]) -> TreeLayout:
 @given(rollouts(min_tokens=1), st.integers(1, 9))
 def test_every_slot_shows_its_token_and_no_prompt_is_longer(rows: list[list[int]], longest: int) -> None:
     layout = layout_of(rows)
-    split = split_prompts(layout, longest)
+    split, chunks = split_prompts(layout, longest)
     assert split.num_tokens == layout.num_tokens and split.num_rows == layout.num_rows
     shown = split.packed_index
     slots = np.flatnonzero(shown >= 0)
@@ -39,14 +39,16 @@ def test_every_slot_shows_its_token_and_no_prompt_is_longer(rows: list[list[int]
     assert (np.diff(split.level) >= 0).all() and (split.parent < np.arange(split.num_nodes)).all()
     below = split.parent >= 0
     assert np.array_equal(split.path_start[below], (split.path_start + split.length)[split.parent[below]])
+    assert (split.level[chunks] > 0).all() and len(chunks) == split.num_nodes - layout.num_nodes
     assert split.num_attention_pairs == layout.num_attention_pairs
 
 
 def test_a_chain() -> None:
     layout = TreeLayout.from_groups([list(range(10))], [[[20, 21], [22]]])
-    split = split_prompts(layout, 4)
+    split, chunks = split_prompts(layout, 4)
+    assert chunks.tolist() == [1, 2]
     assert split.length.tolist() == [4, 4, 2, 2, 1] and split.parent.tolist() == [-1, 0, 1, 2, 2]
-    assert split_prompts(layout, 10) is layout
+    assert split_prompts(layout, 10)[0] is layout
 
 
 def test_a_chunk_needs_a_token() -> None:
