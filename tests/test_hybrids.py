@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import vision_models
 from families import Batch, Result, errors, objective, one_thread, padded, rollout
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -258,6 +259,17 @@ def test_prepared_masks_with_other_padding() -> None:
     for mask in (None, torch.ones_like(tokens)):
         with pytest.raises(OtherMask, match="of conv layers has other padding than that of attention layers"):
             check_recurrent({"conv": mask}, mixers, tokens)
+
+
+def test_images_in_a_shared_prompt() -> None:
+    """Masks come prepared for each kind of layer, and positions have three axes."""
+    plain = vision_models.build(vision_models.HYBRID)
+    model = shared(copy.deepcopy(plain))
+    batch = vision_models.image_batch(vision_models.HYBRID, (0, 0, 2, 0, 2, 4))
+    with KeepFloat64():
+        expected, got = vision_models.result_of(plain, batch), vision_models.result_of(model, batch)
+    assert {name: x for name in expected if not (x := relative(got[name], expected[name])) <= TOLERANCE} == {}
+    assert (state_of(model).num_shared, state_of(model).fallbacks) == (1, {})
 
 
 # Treated models
