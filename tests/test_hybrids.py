@@ -409,3 +409,8 @@ def test_a_state_of_rows_cannot_be_used() -> None:
     _, state = run_rows(Sum(), Sum.forward, path_rows(tree()), {"hidden": torch.zeros(1, 9, 2)})
     with pytest.raises(NotImplementedError, match=r"a state of single rows is used \(.shape\)"):
         state.shape  # noqa: B018
+
+
+def test_layers_of_linears_alone_may_be_attention() -> None:
+    """A layer without attention is trusted only if its class has it elsewhere; xlm has attention code of its own."""
+    assert "attentions.0 (MultiHeadAttention): it has no attention module" in refused(build("xlm"))
