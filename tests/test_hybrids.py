@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import vision_models
 from families import Batch, Result, errors, objective, one_thread, padded, rollout
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -260,6 +261,17 @@ def test_prepared_masks_with_other_padding() -> None:
             check_recurrent({"conv": mask}, mixers, tokens)
 
 
+def test_images_in_a_shared_prompt() -> None:
+    """Masks come prepared for each kind of layer, and positions have three axes."""
+    plain = vision_models.build(vision_models.HYBRID)
+    model = shared(copy.deepcopy(plain))
+    batch = vision_models.image_batch(vision_models.HYBRID, (0, 0, 2, 0, 2, 4))
+    with KeepFloat64():
+        expected, got = vision_models.result_of(plain, batch), vision_models.result_of(model, batch)
+    assert {name: x for name in expected if not (x := relative(got[name], expected[name])) <= TOLERANCE} == {}
+    assert (state_of(model).num_shared, state_of(model).fallbacks) == (1, {})
+
+
 # Treated models
 
 
@@ -397,3 +409,8 @@ def test_a_state_of_rows_cannot_be_used() -> None:
     _, state = run_rows(Sum(), Sum.forward, path_rows(tree()), {"hidden": torch.zeros(1, 9, 2)})
     with pytest.raises(NotImplementedError, match=r"a state of single rows is used \(.shape\)"):
         state.shape  # noqa: B018
+
+
+def test_layers_of_linears_alone_may_be_attention() -> None:
+    """A layer without attention is trusted only if its class has it elsewhere; xlm has attention code of its own."""
+    assert "attentions.0 (MultiHeadAttention): it has no attention module" in refused(build("xlm"))

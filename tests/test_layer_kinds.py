@@ -490,8 +490,8 @@ def test_other_chunks_are_an_error(changes: dict[str, object], monkeypatch: pyte
 
 
 def test_packed_places_for_columns_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "_columns_agree", lambda layout: True)
-    monkeypatch.setattr(stack, "_columns", lambda layout: np.arange(layout.num_tokens))
+    monkeypatch.setattr(stack, "columns_agree", lambda layout: True)
+    monkeypatch.setattr(stack, "columns", lambda layout: np.arange(layout.num_tokens))
     outcome = check("llama4_text")
     assert outcome.status == ERROR
     assert outcome.error > 1e-3

@@ -78,7 +78,21 @@ _CONFIGS: dict[str, dict[str, object]] = {
     },
 }
 MODELS = tuple(_CONFIGS)
-_QWEN = ("qwen2_5_vl", "qwen3_vl")
+HYBRID = "qwen3_5"  # its text layers have a recurrent state
+_CONFIGS[HYBRID] = {
+    "text_config": {
+        **_TEXT,
+        "rope_parameters": {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16},
+    **_QWEN_IDS,
+}
+_QWEN = ("qwen2_5_vl", "qwen3_vl", HYBRID)
 _FEATURES = 4  # tokens of an image in each of the models
 
 
@@ -105,7 +119,7 @@ class ImageBatch:
 def pixels_of(name: str, number: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The pixels of one image."""
     generator = torch.Generator().manual_seed(100 + number)
-    patch = {"qwen2_5_vl": 2 * 3 * 14 * 14, "qwen3_vl": 2 * 3 * 16 * 16}
+    patch = {"qwen2_5_vl": 2 * 3 * 14 * 14, "qwen3_vl": 2 * 3 * 16 * 16, HYBRID: 2 * 3 * 16 * 16}
     shape = (16, patch[name]) if name in _QWEN else (1, 3, 28, 28)
     return torch.randn(shape, generator=generator, dtype=dtype)
 

@@ -130,7 +130,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     cache: dict[Any, AttentionSite] = {}
     for layer_name, layer in layers:
         try:
-            for name, module in _sites_of(layer_name, layer, calls, stack.config):
+            for name, module in _sites_of(layer_name, layer, calls, stack):
                 inner = plain_name(name)
                 recorded = [call[inner] for call in calls if inner in call]
                 if len(recorded) != len(calls):
@@ -175,14 +175,15 @@ def _unknown_mixers(stack: nn.Module, layers: list[tuple[str, nn.Module]]) -> li
 
 
 def _sites_of(
-    layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]], config: Any
+    layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]], stack: nn.Module
 ) -> list[tuple[str, nn.Module]]:
     found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
     takes = inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
     if len(found) > 1 and "encoder_hidden_states" in takes:  # cross-attention is not called where there are none
         called = [(name, x) for name, x in found if any(plain_name(name) in call for call in calls)]
         found = called or found
-    if not found and not mixers_of(layer, config) and not mixes_nothing(layer):
+    others = [other for _, other in named_layers(stack)]
+    if not found and not mixers_of(layer, stack.config) and not mixes_nothing(layer, others, stack.config):
         raise CaptureError("it has no attention module that calls transformers' attention interface")
     for name, child in found:
         if hides_forward(child):

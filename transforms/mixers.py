@@ -7,7 +7,7 @@ that choose keys for it, cannot.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -47,9 +47,14 @@ def unknown_mixer(layer: nn.Module, config: Any) -> tuple[str, nn.Module] | None
     return None
 
 
-def mixes_nothing(layer: nn.Module) -> bool:
-    """Whether a layer holds nothing but norms, MLPs and experts, as their classes are named."""
-    return all(
+def mixes_nothing(layer: nn.Module, layers: Iterable[nn.Module], config: Any) -> bool:
+    """Whether a layer mixes no tokens: it holds norms, MLPs and experts alone, as their classes are named.
+
+    Its own class is trusted as that of another of the ``layers``, which has attention or a state.
+    """
+    alike = [other for other in layers if base_class(other) is base_class(layer)]
+    mixing = any(mixers_of(other, config) or any(is_attention(x) for x in other.modules()) for other in alike)
+    return mixing and all(
         _OF_ONE_TOKEN.search(base_class(module).__name__) or type(module).__module__ in _ACTIVATIONS
         for name, module in layer.named_modules()
         if name

@@ -6,8 +6,11 @@ They keep their own code, so nothing of it is traced; it is to be certain only t
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -74,15 +77,15 @@ def _site(name: str, module: nn.Module, call: SkeletonCall | None) -> MixerSite:
         if any(shape[:2] != (1, call.tokens) for shape in shapes):
             raise CaptureError(f"{known} is given {argument}, which is not known to be of tokens")
     kind = call.mask_kind.removesuffix(UNSEEN)
-    masked = _reads(cls, _MASK)
+    masked = _reads(inspect.unwrap(cls.forward), _MASK)
     if masked and kind not in ("recurrent", "none"):
         raise CaptureError(f"{known}, which has a recurrent or convolution state, is given a mask of kind {kind!r}")
     return MixerSite(name, cls.__name__, masked and kind == "recurrent", call.carrier)
 
 
-def _reads(cls: type[nn.Module], argument: str) -> bool:
-    """Whether a class's forward uses an argument."""
-    forward = inspect.unwrap(cls.forward)
+@functools.cache
+def _reads(forward: Callable[..., Any], argument: str) -> bool:
+    """Whether a forward uses an argument."""
     return any(
         step.opname.startswith("LOAD") and argument in str(step.argval) for step in dis.get_instructions(forward)
     )

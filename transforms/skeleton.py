@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import inspect
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,8 +249,8 @@ def _recorder(
             raise _SiteReached
         if is_attention(module):
             return unmasked(module, *args, **kwargs)
-        given = {name: value for name, value in arguments.items() if name != CONTEXT}
-        return original(module, **given, **({"attention_mask": None} if "attention_mask" in parameters else {}))
+        hidden_states = next(value for value in arguments.values() if isinstance(value, Tensor))
+        return _as_returned(module, hidden_states)  # a module with a state: on the meta device it would run for seconds
 
     return record
 
@@ -286,21 +288,28 @@ def _pass_what_fails(layer: nn.Module) -> None:
 
 
 def _until_site(layer: nn.Module) -> Any:
-    forward, size = layer.forward, _tuple_size(layer)
+    forward = layer.forward
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         try:
             forward(hidden_states, *args, **kwargs)
         except _SiteReached:
             pass
-        return (hidden_states, *[None] * (size - 1)) if size else hidden_states
+        return _as_returned(layer, hidden_states)
 
     return run
 
 
-def _tuple_size(layer: nn.Module) -> int:
-    """How many values a layer's forward returns in a tuple that is written out; 0 if it returns none such."""
-    steps = list(dis.get_instructions(inspect.unwrap(base_class(layer).forward)))
+def _as_returned(module: nn.Module, hidden_states: Tensor) -> Any:
+    """Hidden states as a module returns them: first of a tuple, if its forward writes one out."""
+    size = _tuple_size(inspect.unwrap(base_class(module).forward))
+    return (hidden_states, *[None] * (size - 1)) if size else hidden_states
+
+
+@functools.cache
+def _tuple_size(forward: Callable[..., Any]) -> int:
+    """How many values a forward returns in a tuple; 0 if it writes none out."""
+    steps = list(dis.get_instructions(forward))
     sizes = {a.argval for a, b in zip(steps, steps[1:], strict=False) if (a.opname, b.opname) == _RETURNED}
     return sizes.pop() if len(sizes) == 1 else 0
 
