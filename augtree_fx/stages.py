@@ -177,7 +177,11 @@ class StageRunner:
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
         (self.outputs,) = hidden.outputs
-        return hidden.found[0][0], kept.items
+        found = hidden.found[0]
+        sharded = _sharded_around(self.model, self.stack)
+        if sharded and found.requires_grad:
+            found.register_hook(lambda _: _gather_parameters(sharded))
+        return found[0], kept.items
 
     def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
         """Compute nodes and keep their graph; without nodes, a stage of no token.
@@ -249,6 +253,28 @@ def _checkpoints_reentrantly(hidden: Tensor) -> bool:
         seen.add(node)
         frontier += [parent for parent, _ in node.next_functions]
     return False
+
+
+def _sharded_around(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
+    """Modules around the stack, itself included, whose parameters FSDP2 shards.
+
+    It gathers them again when a module's outputs get a gradient; those of a part's forward get none, its hidden states
+    do.
+    """
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and any(inner is stack for inner in module.modules())
+    ]
+
+
+def _gather_parameters(modules: list[Any]) -> None:
+    for module in modules:
+        module.unshard()
 
 
 def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None, *, always: bool) -> PromptKV:

@@ -155,6 +155,7 @@ def test_handles_add_up_in_float32() -> None:
         assert tree._root.leaf.grad.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled(checkpointing: bool) -> None:
     plain = build("llama", torch.float64, num_hidden_layers=2).train()
@@ -216,12 +217,16 @@ def sharded(kind: str, checkpointing: bool, transform_first: bool, head_tokens: 
     return errors(Found(got.loss, got.logprobs, gathered), Found(results[rank].loss, results[rank].logprobs, means))
 
 
-@pytest.mark.parametrize("transform_first", [True, False], ids=["transform first", "wrapper first"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize(
-    ("kind", "head_tokens"),
-    [("groups", 2048), ("deep", 2048), ("deep", 7), ("groups", 3), ("branch points without a score", 2048)],
-)
+OFTEN = [("groups", 3, True, True), ("branch points without a score", 2048, False, False)]
+SELDOM = [
+    pytest.param(*kind, *how, marks=pytest.mark.slow)
+    for kind in (("groups", 2048), ("deep", 2048), ("deep", 7), ("groups", 3), ("branch points without a score", 2048))
+    for how in ((False, False), (False, True), (True, False), (True, True))
+    if (*kind, *how) not in OFTEN
+]
+
+
+@pytest.mark.parametrize(("kind", "head_tokens", "checkpointing", "transform_first"), OFTEN + SELDOM)
 def test_fsdp2(ranks: Ranks, kind: str, head_tokens: int, checkpointing: bool, transform_first: bool) -> None:
     for found in ranks.run(sharded, kind, checkpointing, transform_first, head_tokens):
         assert {name: value for name, value in found.items() if not value <= FLOAT32} == {}
