@@ -27,7 +27,7 @@ def test_block_runs_and_prints_what_the_readme_says(number: int, tmp_path: Path)
 
 
 def test_there_are_blocks_and_the_files_it_names_exist() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     for target in re.findall(r"\]\((examples/[^)]*)\)", README):
         assert (ROOT / target).exists(), target
     assert README.count("\n") < 250
