@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from families import VOCABULARY, Row, error, padded
@@ -145,12 +146,12 @@ def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def in_waves(model: nn.Module, case: Case, max_tokens: int | None = None) -> Found:
+def in_waves(model: nn.Module, case: Case, max_tokens: int | None = None, **options: Any) -> Found:
     """The same by `prefill`."""
     model.zero_grad()
     weight, total = case.weight, torch.zeros((), dtype=torch.float64)
     logprobs = torch.zeros_like(weight)
-    with augtree_fx.prefill(model, case.layout, scored=case.scored, max_wave_tokens=max_tokens) as tree:
+    with augtree_fx.prefill(model, case.layout, scored=case.scored, max_wave_tokens=max_tokens, **options) as tree:
         for wave in tree.waves():
             total += backward_of(wave, weight, logprobs)
     return Found(total, logprobs, gradients_of(model))
