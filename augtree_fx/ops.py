@@ -217,9 +217,9 @@ def _wave_backward(
     dq, dk, dv, dsinks = _replay_backward(
         dout, dlse, q, keys, values, out, lse, segments, cu_seqlens, kv_index, sinks, *spec
     )
-    first = len(prompt_k)
-    prompts = (x[:first].to(wide, copy=True) for x in (dk, dv))  # a handle keeps them, and not the wave's with them
-    return dq, dk[first:].clone(), dv[first:].clone(), *prompts, dsinks
+    first = len(prompt_k)  # copies: a handle keeps its gradient, and must not keep the wave's with it
+    dk_prompt, dv_prompt = dk[:first].to(wide, copy=True), dv[:first].to(wide, copy=True)
+    return dq, dk[first:].clone(), dv[first:].clone(), dk_prompt, dv_prompt, dsinks
 
 
 def _wave_backward_fake(
