@@ -65,7 +65,11 @@ class ComputedStage:
 
     def backward(self) -> None:
         """Send what has come back to its leaves through its graph, once, and to the stage above."""
-        if self.again is not None and self.leaf.requires_grad:
+        handles = [handle for each in self.prompts.values() for handle in each[2:]]
+        if all(leaf.grad is None for leaf in (self.leaf, *handles)):
+            self.prompts, self.kept = {}, {}
+            return
+        if self.again is not None:
             self.hidden, self.kept = self.again()
         roots, gradients = [], []
 
@@ -74,6 +78,8 @@ class ComputedStage:
                 roots.append(root)
                 gradients.append(gradient.to(root.dtype))
 
+        # Also where nothing came back: FSDP2 gathers a layer's parameters when its output gets a gradient.
+        send(self.hidden, torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad)
         for place, own in self.kept.items():
             for name, tensor in zip(("k_handle", "v_handle"), own, strict=True):
                 gradient = getattr(self.prompts[place], name).grad
@@ -85,9 +91,6 @@ class ComputedStage:
                     assert self.above is not None
                     _add_to(getattr(self.above.prompts[place], name), gradient[:before])
         self.prompts = {}
-        came_back = bool(roots) or self.leaf.grad is not None
-        if came_back:  # FSDP2 gathers a layer's parameters when its output gets a gradient, be it of zeros
-            send(self.hidden, torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad)
         if roots:
             torch.autograd.backward(roots, gradients)
         self.kept = {}
