@@ -170,7 +170,7 @@ def check_plan(case: Case, expected: Found, plan: Stage, name: str) -> None:
     total = torch.zeros((), dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch, KeepFloat64():
         tree = augtree_fx.prefill(model, case.layout, scored=case.scored)
-        patch.setattr(replay, "plan_waves", lambda layout, limit: plan)
+        patch.setattr(replay, "plan_waves", lambda layout, limit, kept=None: plan)
         with tree:
             for wave in tree.waves():
                 total += backward_of(wave, weight, logprobs)
@@ -470,8 +470,8 @@ def test_planted_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             name = {"keys": "k_handle", "values": "v_handle"}[fault]
 
-            def without_handle(*args: object) -> object:
-                found = real_leaves(*args)
+            def without_handle(*args: object, **options: object) -> object:
+                found = real_leaves(*args, **options)
                 return found._replace(**{name: getattr(found, name).detach()})
 
             monkeypatch.setattr(stages, "_leaves", without_handle)

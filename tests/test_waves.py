@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from augtree_fx import CostModel, TreeLayout
-from augtree_fx.predictions import Predictions
+from augtree_fx.predictions import Predictions, scored_slots
 from augtree_fx.tables import Chunks, Span
 from augtree_fx.waves import Stage, part_of, plan_waves, token_index
 
@@ -140,7 +140,7 @@ def test_predictions(batch: Batch, seed: int) -> None:
         return
     layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, batch.position_ids, costs=CostModel.free())
     scored = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-    found = Predictions.of(layout, scored, plan_waves(layout, None).nodes)
+    found = Predictions.of(layout, scored_slots(layout, scored, plan_waves(layout, None).nodes))
     wanted = [
         (row, place, slots[place], batch.rows[row][place - 1], batch.rows[row][place])
         for row, slots in enumerate(batch.slots)
@@ -166,7 +166,7 @@ def token_at(layout: TreeLayout, token: int) -> tuple[int, int]:
 
 def test_predictions_by_default_are_those_of_responses() -> None:
     layout = TreeLayout.from_groups([[1, 2, 3], [4]], [[[5, 6], [], [7]], [[8]]])
-    found = Predictions.of(layout, None, plan_waves(layout, None).nodes)
+    found = Predictions.of(layout, scored_slots(layout, None, plan_waves(layout, None).nodes))
     assert found.row.tolist() == [0, 0, 2, 3] and found.index.tolist() == [3, 4, 3, 1]
     assert layout.input_ids[found.target].tolist() == [5, 6, 7, 8]
     assert layout.input_ids[found.source].tolist() == [3, 5, 3, 4]
