@@ -180,6 +180,7 @@ class StageRunner:
         arguments = packed_arguments(self.stack, self.state, part, context, len(above))
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
+        kept.full = True
         (self.outputs,) = hidden.outputs
         found = hidden.found[0]
         sharded = _sharded_around(self.model, self.stack)

@@ -275,6 +275,13 @@ def test_rope_that_is_scaled_by_length() -> None:
         prefill(model).__enter__()
 
 
+def test_layers_that_run_several_times() -> None:
+    if "hrm_text" not in tiny.model_types():
+        pytest.skip("this transformers does not have it")
+    with raises(NotImplementedError, "runs more than once in a forward, each time with other keys"):
+        prefill(shared(tiny.build("hrm_text", "eager"))).__enter__()
+
+
 def test_columns_that_differ() -> None:
     model = shared(tiny.build("llama4_text", "eager"))
     layout = TreeLayout.from_groups([[5, 6, 7]], [[[8], [9]]])

@@ -36,16 +36,27 @@ class Shelf:
 
     Attributes:
         items: by place.
+        full: whether the forward that fills it is over; what checkpointed layers compute again is not put in.
     """
 
     def __init__(self, items: dict[Place, Any] | None = None) -> None:
         self.items: dict[Place, Any] = {} if items is None else items
+        self.full = False
 
     def __getitem__(self, place: Place) -> Any:
         return self.items[place]
 
     def setdefault(self, place: Place, value: Any) -> None:
-        """Put a value where there is none."""
+        """Put a value where there is none.
+
+        Raises:
+            NotImplementedError: a module runs more than once in a forward.
+        """
+        if not self.full and place in self.items:
+            raise NotImplementedError(
+                f"{place[0]} runs more than once in a forward, each time with other keys, which prefill cannot "
+                "tell apart; run the batch in one forward"
+            )
         self.items.setdefault(place, value)
 
 
