@@ -220,3 +220,12 @@ def test_a_wave_needs_a_token() -> None:
 def test_outputs_without_tokens_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="an output of type int cannot be put together from waves"):
         in_waves.joined([(torch.zeros(1, 2, 3), 1), (torch.zeros(1, 1, 3), 2)])
+
+
+def test_a_layer_that_runs_twice_is_refused() -> None:
+    model = families.without_upcasts("llama")
+    model.model.layers.append(model.model.layers[0])
+    model.config.num_hidden_layers += 1
+    augtree_fx.transform(model, costs=FREE, max_wave_tokens=4)
+    with pytest.raises(NotImplementedError, match="self_attn runs more than once in a forward, each time with other keys"):
+        model(**padded(rollout(2), "right").inputs(), use_cache=False)

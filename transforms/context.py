@@ -54,7 +54,7 @@ class Shelf:
         """
         if not self.full and place in self.items:
             raise NotImplementedError(
-                f"{place[0]} runs more than once in a forward, each time with other keys, which prefill cannot "
+                f"{place[0]} runs more than once in a forward, each time with other keys, which waves cannot "
                 "tell apart; run the batch in one forward"
             )
         self.items.setdefault(place, value)

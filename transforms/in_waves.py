@@ -70,6 +70,7 @@ class _Run:
         if len(plan.nodes):
             kept = Shelf()
             self._add(plan.nodes, self.forward(plan.nodes, above, prompts, kept))
+            kept.full = True
             outer = {} if prompts is None else prompts.items
             prompts = Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
             above = np.concatenate([above, plan.nodes])
