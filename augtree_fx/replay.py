@@ -40,7 +40,9 @@ def prefill(
     """Compute the prompts of a batch now, and its branches in waves that are alive one at a time.
 
     Memory is that of the prompts' activations, their K and V with gradients in float32, and one wave; it does not grow
-    with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves.
+    with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves. Those
+    that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 all ranks must have
+    as many stages and waves, since each is a forward of all ranks.
 
     Args:
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.

@@ -224,6 +224,11 @@ def test_rows_with_unequal_padding_share_nothing() -> None:
     assert explanation.layout.token_ratio == 1
     assert augtree_fx.explain(model, **padded(rows, "trl").inputs()).layout.token_ratio > 1
     assert augtree_fx.explain(shared(build("llama")), **padded(rows, "left").inputs()).layout.token_ratio > 1
+    model(**padded(rows, "left").inputs(), use_cache=False)
+    (reason,) = augtree_fx.explain(model).fallbacks
+    assert (
+        "rows have different padding in front, which may reach the state of layers.0.mamba; pad on the right" in reason
+    )
 
 
 def test_an_explicit_layout_of_unequal_padding() -> None:

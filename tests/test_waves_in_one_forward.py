@@ -227,5 +227,7 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
     model.model.layers.append(model.model.layers[0])
     model.config.num_hidden_layers += 1
     augtree_fx.transform(model, costs=FREE, max_wave_tokens=4)
-    with pytest.raises(NotImplementedError, match="self_attn runs more than once in a forward, each time with other keys"):
+    with pytest.raises(
+        NotImplementedError, match="self_attn runs more than once in a forward, each time with other keys"
+    ):
         model(**padded(rollout(2), "right").inputs(), use_cache=False)

@@ -319,6 +319,11 @@ def decide(
         raise Unshared("")
     layout = layout_of(stack, state, host)
     if not layout.shares:
+        if state.mixers and TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device)).shares:
+            raise Unshared(
+                f"rows have different padding in front, which may reach the state of {state.mixers[0].name}; pad on "
+                "the right, so that their prompt can be shared"
+            )
         raise Unshared("")
     _check_rope(stack, layout)
     _check_columns(state, layout, given)
