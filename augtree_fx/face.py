@@ -15,6 +15,7 @@ from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
 from augtree_fx.transforms.stack import PackedCall, pack_layout
+from augtree_fx.waves import check_max_tokens
 
 logger = logging.getLogger("augtree_fx")
 
@@ -70,8 +71,7 @@ def transform(
     """
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
-    if max_wave_tokens is not None and max_wave_tokens < 1:
-        raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
+    check_max_tokens("max_wave_tokens", max_wave_tokens)
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -120,9 +120,12 @@ def restore(model: Model) -> Model:
 
     Raises:
         ValueError: the model is not transformed.
+        RuntimeError: a batch of it is being computed in waves.
     """
     stack = find_stack(model)
     if not is_installed(stack):
         raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
+    if getattr(stack, STATE).in_waves:
+        raise RuntimeError("an augtree_fx.prefill of this model is open; leave its block first")
     uninstall(stack)
     return model

@@ -11,6 +11,7 @@ import numpy as np
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
+from augtree_fx.waves import check_max_tokens
 
 
 def split_prompts(layout: TreeLayout, longest: int) -> tuple[TreeLayout, IntArray]:
@@ -22,8 +23,7 @@ def split_prompts(layout: TreeLayout, longest: int) -> tuple[TreeLayout, IntArra
     Raises:
         ValueError: ``longest`` is below 1.
     """
-    if longest < 1:
-        raise ValueError(f"max_prompt_tokens must be at least 1, got {longest}")
+    check_max_tokens("max_prompt_tokens", longest)
     has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
     long = (layout.level == 0) & has_branches & (layout.length > longest)
     if not long.any():

@@ -22,7 +22,7 @@ from augtree_fx.transforms import find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.trie import IntArray
 from augtree_fx.wave import Wave
-from augtree_fx.waves import Stage, plan_waves
+from augtree_fx.waves import Stage, check_max_tokens, plan_waves
 
 ON_UNUSED = ("error", "skip")
 
@@ -42,7 +42,7 @@ def prefill(
     Memory is that of the prompts' activations, their K and V with gradients in float32, and one wave; it does not grow
     with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves. Those
     that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 all ranks must have
-    as many stages and waves, since each is a forward of all ranks.
+    as many stages and waves, since each is a forward of all ranks. Routers' auxiliary losses are not part of waves.
 
     Args:
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
@@ -72,8 +72,8 @@ def prefill(
         raise ValueError(f"on_unused must be one of {', '.join(ON_UNUSED)}, got {on_unused!r}")
     if activations not in DORMANT:
         raise ValueError(f"activations must be one of {', '.join(DORMANT)}, got {activations!r}")
-    if max_wave_tokens is not None and max_wave_tokens < 1:
-        raise ValueError(f"max_wave_tokens must be at least 1, got {max_wave_tokens}")
+    check_max_tokens("max_wave_tokens", max_wave_tokens)
+    check_max_tokens("max_prompt_tokens", max_prompt_tokens)
     if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
         raise NotImplementedError(
             f"{type(model).__name__} reads one token of each row; pass its decoder, model.base_model, and apply the "
@@ -86,7 +86,7 @@ def prefill(
         )
     prompts = plan_waves(layout, None).nodes
     slots = scored_slots(layout, scored, prompts)
-    split, chunks = split_prompts(layout, layout.num_tokens if max_prompt_tokens is None else max_prompt_tokens)
+    split, chunks = split_prompts(layout, max_prompt_tokens or max(layout.num_tokens, 1))
     runner = StageRunner(model, stack, getattr(stack, STATE), split, dormant=activations)
     return Tree(runner, chunks, max_wave_tokens, Predictions.of(split, slots), on_unused)
 
@@ -201,6 +201,7 @@ class Tree:
                 "a wave's gradient did not reach the prompts: call loss.backward() without inputs, not "
                 "torch.autograd.grad"
             )
+        self._runner.check_parameters(wave.ran_backward and wave.num_tokens > 0)
         wave.free()
 
     def __exit__(

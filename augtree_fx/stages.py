@@ -16,6 +16,7 @@ from augtree_fx.layout import TreeLayout
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf
+from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.stack import StackState, make_context, packed_arguments, refuse_waves
 from augtree_fx.trie import IntArray
@@ -52,6 +53,11 @@ class ComputedStage:
     leaf: Tensor
     arrivals: list[None] | None = None
     again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
+
+    @property
+    def has_handles(self) -> bool:
+        """Whether every wave's gradient arrives at K or V."""
+        return any(handle.requires_grad for each in self.prompts.values() for handle in each[2:])
 
     def path(self) -> list[ComputedStage]:
         """This stage and those above it."""
@@ -123,6 +129,8 @@ class StageRunner:
     outputs: type = BaseModelOutput
     dormant: str = "keep"
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
+    _entered: tuple[str, bool, torch.dtype] | None = None
+    _with_gradient: int = 0
 
     def begin(self) -> None:
         """Put the parameters' gradients aside.
@@ -152,13 +160,21 @@ class StageRunner:
         self._saved = []
         self.state.in_waves = False
 
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if a parameter changed since `begin`."""
+    def check_parameters(self, backward_ran: bool = False) -> None:
+        """Raise RuntimeError if a parameter changed since `begin`, or gradients of waves were cleared.
+
+        Args:
+            backward_ran: of a wave, so that some parameter must have a gradient.
+        """
         changed = sum(parameter._version != version for parameter, version, _ in self._saved)
         if changed:
             raise RuntimeError(
                 f"{changed} parameters changed since prefill; step the optimizer after the block, not between waves"
             )
+        with_gradient = sum(parameter.grad is not None for parameter, _, _ in self._saved)
+        if with_gradient < max(self._with_gradient, int(backward_ran)):
+            raise RuntimeError("gradients were cleared between waves; call zero_grad() before augtree_fx.prefill")
+        self._with_gradient = with_gradient
 
     def tokens_of(self, nodes: IntArray) -> IntArray:
         """Packed tokens of nodes."""
@@ -168,6 +184,10 @@ class StageRunner:
         self, nodes: IntArray, stage: ComputedStage | None, *, keep: bool
     ) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
         """Hidden states ``[tokens, hidden size]`` of nodes below a stage, and K and V of their tokens if kept."""
+        if stage is None:
+            self._entered = self._autocast()
+        elif len(stage.nodes) and self._autocast() != self._entered and stage.again is None:
+            raise RuntimeError("prompts and branches must run under one autocast; enter it before augtree_fx.prefill")
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
         context = make_context(part, self.state, len(above))
@@ -203,11 +223,7 @@ class StageRunner:
 
         def run() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
             hidden, kept = self.forward(nodes, above, keep=True)
-            if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
-                raise NotImplementedError(
-                    "keys of checkpointed layers are not part of the graph; checkpoint with "
-                    "gradient_checkpointing_kwargs={'use_reentrant': False}"
-                )
+            refuse_cut_off(kept, hidden)
             return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept
 
         recompute = self.dormant == "recompute" and self.with_grad
@@ -222,8 +238,19 @@ class StageRunner:
         stage = ComputedStage(
             np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals
         )
-        stage.again = run if recompute else None
+        if recompute:
+            autocast = self._autocast()
+
+            def again() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+                with torch.enable_grad(), torch.autocast(autocast[0], dtype=autocast[2], enabled=autocast[1]):
+                    return run()
+
+            stage.again = again
         return stage
+
+    def _autocast(self) -> tuple[str, bool, torch.dtype]:
+        kind = self.layout.device.type
+        return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def _offloaded(self) -> AbstractContextManager[Any]:
         if self.dormant != "offload" or not self.with_grad:
@@ -244,20 +271,6 @@ def _watched(leaves: list[Tensor]) -> list[None] | None:
         if leaf.requires_grad:
             leaf.register_post_accumulate_grad_hook(lambda _: arrivals.append(None))
     return arrivals if any(leaf.requires_grad for leaf in watched) else None
-
-
-def _checkpoints_reentrantly(hidden: Tensor) -> bool:
-    """Whether layers' forwards ran without a graph, as reentrant checkpointing does."""
-    seen, frontier = set(), [hidden.grad_fn]
-    while frontier:
-        node = frontier.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith("CheckpointFunctionBackward"):
-            return True
-        seen.add(node)
-        frontier += [parent for parent, _ in node.next_functions]
-    return False
 
 
 def _sharded_around(model: nn.Module, stack: nn.Module) -> list[nn.Module]:

@@ -45,8 +45,12 @@ class Wave:
             for x in (predictions.row, predictions.index, predictions.slot, layout.input_ids[predictions.target])
         )
         self.num_tokens = 0 if own is None else len(own[0])
-        self._runner, self._spent = runner, False
-        self._arrivals = [stage.arrivals for stage in stages if stage.arrivals is not None]
+        self._runner, self._spent, self._ran = runner, False, False
+        self._arrivals = [
+            stage.arrivals
+            for stage in stages
+            if stage.arrivals is not None and (stage.has_handles or np.isin(predictions.source, stage.sources).any())
+        ]
         self._arrived = self._num_arrivals()
         self._hidden: Tensor | None = _gather(predictions.source, stages, own)
         self.wants_backward = self._hidden.requires_grad
@@ -100,7 +104,8 @@ class Wave:
         def both(logits: Tensor, labels: Tensor) -> Tensor:
             logits = logits / temperature
             logprobs = logits.log_softmax(-1)
-            return torch.stack([_logprobs(logits, labels), -(logprobs.exp() * logprobs).sum(-1)], dim=-1)
+            possible = logprobs.masked_fill(logprobs == -torch.inf, 0.0)  # logits of -inf: 0 times -inf is NaN
+            return torch.stack([_logprobs(logits, labels), -(logprobs.exp() * possible).sum(-1)], dim=-1)
 
         found = self._through_head(both)
         return found[:, 0], found[:, 1]
@@ -115,16 +120,20 @@ class Wave:
 
     def _note_backward(self, gradient: Tensor) -> None:
         self.free()
-        self.wants_backward = False
+        self._ran, self.wants_backward = True, False
 
     def _num_arrivals(self) -> int:
         return sum(map(len, self._arrivals))
 
     @property
+    def ran_backward(self) -> bool:
+        """Whether a backward ran through the wave."""
+        return self._ran
+
+    @property
     def misses_prompts(self) -> bool:
         """Whether a backward ran that did not go on to the prompts."""
-        ran = self._hidden is None and not self.wants_backward
-        return ran and bool(self._arrivals) and self._num_arrivals() == self._arrived
+        return self._ran and bool(self._arrivals) and self._num_arrivals() == self._arrived
 
     def free(self) -> None:
         """Drop what the wave holds; its indices stay."""

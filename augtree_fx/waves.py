@@ -40,6 +40,12 @@ class Stage:
             yield from stage.walk()
 
 
+def check_max_tokens(name: str, value: int | None) -> None:
+    """Raise ValueError if a number of tokens is not a whole number of at least 1, or ``None``."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} must be at least 1, a whole number, got {value!r}")
+
+
 def plan_waves(layout: TreeLayout, max_tokens: int | None, kept: IntArray | None = None) -> Stage:
     """Cut a tree into stages and waves.
 
@@ -51,8 +57,7 @@ def plan_waves(layout: TreeLayout, max_tokens: int | None, kept: IntArray | None
     Raises:
         ValueError: ``max_tokens`` is below 1.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_wave_tokens must be at least 1, got {max_tokens}")
+    check_max_tokens("max_wave_tokens", max_tokens)
     children: list[list[int]] = [[] for _ in range(layout.num_nodes)]
     subtree = layout.length.copy()
     for node in range(layout.num_nodes - 1, -1, -1):  # children have larger numbers than their parent

@@ -222,7 +222,7 @@ def test_an_optimizer_in_a_gradient_hook(model: nn.Module) -> None:
 
 
 def test_wrong_arguments(model: nn.Module) -> None:
-    text = "max_wave_tokens must be at least 1, got 0"
+    text = "max_wave_tokens must be at least 1, a whole number, got 0"
     with raises(ValueError, text):
         prefill(model, 0)
     with raises(ValueError, text), prefill(model) as tree:

@@ -52,5 +52,5 @@ def test_a_chain() -> None:
 
 
 def test_a_chunk_needs_a_token() -> None:
-    with pytest.raises(ValueError, match="max_prompt_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_prompt_tokens must be at least 1, a whole number, got 0"):
         split_prompts(TreeLayout.from_groups([[1, 2]], [[[3]]]), 0)

@@ -86,7 +86,7 @@ def test_waves_are_longest_first_and_even() -> None:
     tokens = [sorted(layout.length[wave].tolist(), reverse=True) for wave in plan_waves(layout, 16).walk()]
     assert tokens == [[9, 4, 3], [8, 6, 2]]
     assert [layout.length[x].sum() for x in plan_waves(layout, 9).walk()] == [9, 8, 8, 7]
-    with pytest.raises(ValueError, match="max_wave_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_wave_tokens must be at least 1, a whole number, got 0"):
         plan_waves(layout, 0)
 
 

@@ -213,7 +213,7 @@ def test_scaled_rope_cannot_be_cut() -> None:
 
 
 def test_a_wave_needs_a_token() -> None:
-    with pytest.raises(ValueError, match="max_wave_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_wave_tokens must be at least 1, a whole number, got 0"):
         augtree_fx.transform(families.build("llama"), max_wave_tokens=0)
 
 
@@ -231,3 +231,22 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
         NotImplementedError, match="self_attn runs more than once in a forward, each time with other keys"
     ):
         model(**padded(rollout(2), "right").inputs(), use_cache=False)
+
+
+def test_reentrant_checkpointing_is_refused(parts: list[Any]) -> None:
+    """Its layers have no graph in forward, and what waves send to the prompt's K and V would be lost."""
+    model = in_parts(families.without_upcasts("llama"), 12).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(NotImplementedError, match="keys of checkpointed layers are not part of the graph"):
+        model(**padded(rollout(2), "right").inputs(), use_cache=False)
+
+
+def test_what_waves_refuse_runs_the_original_forward_where_that_is_wanted(parts: list[Any]) -> None:
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    plain = families.build("llama", rope_parameters=scaled, max_position_embeddings=8)
+    model = augtree_fx.transform(copy.deepcopy(plain), costs=FREE, max_wave_tokens=4, strict=False)
+    rows = torch.cat([torch.arange(3, 15).expand(4, -1), torch.arange(20).view(4, 5)], dim=1)
+    assert torch.equal(model(rows, use_cache=False).logits, plain(rows, use_cache=False).logits)
+    assert not parts and model.model._augtree_state.num_shared == 0
+    assert "dynamic is scaled" in next(iter(model.model._augtree_state.fallbacks))

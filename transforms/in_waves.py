@@ -6,7 +6,7 @@ time. What the waves send back to the prompts' K and V is added up in the accumu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import PromptKV, Shelf
+from augtree_fx.transforms.context import Place, PromptKV, Shelf
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import Stage
 
@@ -69,7 +69,9 @@ class _Run:
     def stage(self, plan: Stage, above: IntArray, prompts: Shelf | None) -> None:
         if len(plan.nodes):
             kept = Shelf()
-            self._add(plan.nodes, self.forward(plan.nodes, above, prompts, kept))
+            outputs = self.forward(plan.nodes, above, prompts, kept)
+            refuse_cut_off(kept.items, outputs[0])
+            self._add(plan.nodes, outputs)
             kept.full = True
             outer = {} if prompts is None else prompts.items
             prompts = Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
@@ -93,6 +95,33 @@ def run_in_waves(plan: Stage, forward: Forward) -> tuple[Any, IntArray]:
     run = _Run(forward)
     run.stage(plan, np.empty(0, dtype=np.int64), None)
     return joined(run.outputs), np.concatenate(run.nodes)
+
+
+def refuse_cut_off(kept: Mapping[Place, tuple[Tensor, Tensor]], hidden: Tensor) -> None:
+    """Refuse K and V without a graph where only the way of checkpointing took it from them.
+
+    Raises:
+        NotImplementedError: layers are checkpointed reentrantly.
+    """
+    if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
+        raise NotImplementedError(
+            "keys of checkpointed layers are not part of the graph; checkpoint with "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+
+
+def _checkpoints_reentrantly(hidden: Tensor) -> bool:
+    """Whether layers' forwards ran without a graph, as reentrant checkpointing does."""
+    seen, frontier = set(), [hidden.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CheckpointFunctionBackward"):
+            return True
+        seen.add(node)
+        frontier += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def _checkpointed(function: Callable[[], Any]) -> Any:

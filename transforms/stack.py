@@ -184,6 +184,11 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         given: the caller's arguments by name.
     """
     context = given.get(CONTEXT)
+    if context is not None and given.get("output_router_logits"):
+        raise NotImplementedError(
+            "an auxiliary loss of routers counts the tokens of rows, and an explicit layout or a wave has packed ones; "
+            "set output_router_logits=False, or call the model with rows"
+        )
     if isinstance(context, GivenHidden):
         return context.outputs(last_hidden_state=context.hidden)
     if isinstance(context, HiddenStates):
@@ -218,10 +223,18 @@ def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCa
     except Unshared as reason:
         _note(state, str(reason))
         return None
+    waves = state.max_wave_tokens is not None and _branch_tokens(layout) > state.max_wave_tokens
+    if waves:
+        try:
+            refuse_waves(stack, state, layout)
+        except NotImplementedError as error:
+            if state.strict:
+                raise
+            _note(state, str(error))
+            return None
     state.num_shared += 1
     extras = {name: value for name, value in given.items() if name not in (*_REPLACED, *_PACKING)}
-    if state.max_wave_tokens is not None and _branch_tokens(layout) > state.max_wave_tokens:
-        refuse_waves(stack, state, layout)
+    if waves:
         index = torch.from_numpy(layout.packed_index)
         parts = Parts(plan_waves(layout, state.max_wave_tokens), layout, tokens, extras)
         return PackedCall({}, index, layout.shape, layout.num_tokens, parts)
