@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from augtree_fx.tables import Chunks, Span
 from augtree_fx.transforms.classes import base_class, hides_forward, is_attention
 from augtree_fx.transforms.compat import CACHE_NAMES
-from augtree_fx.transforms.mixers import mixers_of, mixes_nothing, unknown_mixer
+from augtree_fx.transforms.mixers import mixers_of, mixes_nothing, rewritable, unknown_mixer
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
 from augtree_fx.transforms.rewrite import token_columns
@@ -138,7 +138,8 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
                 sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
-    if not sites and not refusals:
+    own = [module for _, layer in layers for _, module in mixers_of(layer, stack.config) if is_attention(module)]
+    if not sites and not refusals and not own:
         refusals.append(
             Refusal("stack", type(stack).__name__, "no layer has attention, so a tree has nothing to share")
         )
@@ -177,7 +178,7 @@ def _unknown_mixers(stack: nn.Module, layers: list[tuple[str, nn.Module]]) -> li
 def _sites_of(
     layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]], stack: nn.Module
 ) -> list[tuple[str, nn.Module]]:
-    found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
+    found = [(f"{layer_name}.{name}", child) for name, child in rewritable(layer, stack.config)]
     takes = inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
     if len(found) > 1 and "encoder_hidden_states" in takes:  # cross-attention is not called where there are none
         called = [(name, x) for name, x in found if any(plain_name(name) in call for call in calls)]
