@@ -61,10 +61,6 @@ def test_exact_types(model_type: str, kinds: set[str]) -> None:
         ("musicgen", "stack (MusicgenDecoder): its forward takes no position_ids"),
         ("doge", "layers.0 (DogeDecoderLayer): it makes a mask of its own inside its attention module"),
         ("mamba", "stack (MambaModel): its forward takes no position_ids"),
-        (
-            "rembert",
-            "encoder.layer.0 (RemBertLayer): it has no attention module that calls transformers' attention interface",
-        ),
         ("gemma4_assistant", "it drafts for another model"),
     ],
 )

@@ -1,7 +1,7 @@
 """Modules that run row by row (`path_rows`), told by their classes.
 
 They mix the tokens of a row other than by attention, with a recurrent or convolution state; or they are attention that
-has such a state inside, or chooses or pools its keys by the tokens before them.
+has such a state inside, chooses or pools its keys by the tokens before them, or calls no attention interface.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _STATE = re.compile(
 )
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _CHOICE = re.compile(r"Indexer|Compressor")  # they choose or pool keys by the tokens before them
+_ATTENTION = re.compile(r"Attention2?$")
+_MASK = "attention_mask"
 _CHOSEN = "indexer"  # attribute of attention that takes chosen keys from another layer where it has none of its own
 _WITHOUT_STATE = ("Norm", "NormGated", "MLP", "Mlp", "RotaryEmbedding")
 _OF_ONE_TOKEN = re.compile(r"(Norm|MLP|Mlp|MoE|Experts|Router|Linear|Dropout|Identity|ModuleList)$")
@@ -33,7 +35,22 @@ def mixers_of(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:
         layer: of a decoder stack.
         config: of the stack; its class says which prefix of class names is that of the family.
     """
-    return list(_states("", layer, _family(config)))
+    return list(_states("", layer, _family(config))) or list(_own_attention(layer))
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module is attention, through transformers' attention interface or in code of its own."""
+    takes = inspect.signature(inspect.unwrap(base_class(module).forward)).parameters
+    return is_attention(module) or (_ATTENTION.search(base_class(module).__name__) is not None and _MASK in takes)
+
+
+def _own_attention(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Innermost attention modules of a layer none of whose modules calls transformers' attention interface."""
+    if any(is_attention(module) for module in layer.modules()):
+        return
+    for name, module in layer.named_modules():
+        if name and attends(module) and not any(attends(x) for x in module.modules() if x is not module):
+            yield name, module
 
 
 def rewritable(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:

@@ -144,7 +144,11 @@ def run_rows(
             return x[0].index_select(0, index).view(*shape, *x.shape[2:])
         return torch.ops.augtree.show_slots(x[0], index).view(*shape, *x.shape[2:])
 
+    weights = {id(parameter) for parameter in module.parameters()}
+
     def taken(x: Tensor) -> Any:
+        if id(x) in weights:  # a bias that the layer adds
+            return x
         if tuple(x.shape[:2]) != shape:
             return StateOfRows()
         return x.flatten(0, 1).index_select(0, rows.source)[None]
@@ -152,7 +156,8 @@ def run_rows(
     masked = {"attention_mask": rows.mask} if "attention_mask" in given else {}
     arguments = {name: value for name, value in given.items() if name not in masked}
     if make_masks is not None:
-        hidden = next(x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point())
+        leaves = pytree.tree_leaves([arguments.get("hidden_states"), arguments])
+        hidden = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
         masked |= make_masks(rows, hidden.new_empty(()).expand(*shape, hidden.shape[-1]))
         arguments = {name: value for name, value in arguments.items() if name not in masked}
     arguments = pytree.tree_map_only(Tensor, gathered, arguments)

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from augtree_fx.transforms.classes import base_class, hides_forward, is_attention
-from augtree_fx.transforms.mixers import chooses_keys, mixers_of, sees_padding
+from augtree_fx.transforms.classes import base_class, hides_forward
+from augtree_fx.transforms.mixers import attends, chooses_keys, mixers_of, sees_padding
 from augtree_fx.transforms.row_masks import RECURRENT, BuiltMask
 from augtree_fx.transforms.skeleton import KEYWORD, UNSEEN, SkeletonCall, named_layers, plain_name, record_calls
 from augtree_fx.transforms.tracer import CaptureError
@@ -65,14 +65,16 @@ def mixer_sites(stack: nn.Module, calls: dict[str, SkeletonCall] | None = None) 
     Raises:
         CaptureError: one is not called, the context does not reach it, or it is given what may not be of tokens.
     """
-    found = [
-        (f"{layer_name}.{name}", module)
-        for layer_name, layer in named_layers(stack)
-        for name, module in mixers_of(layer, stack.config)
-    ]
-    if not found:
+    by_layer = [(name, layer, mixers_of(layer, stack.config)) for name, layer in named_layers(stack)]
+    if not any(mixers for _, _, mixers in by_layer):
         return ()
     calls = record_calls(stack, 6) if calls is None else calls
+    found: list[tuple[str, nn.Module]] = []
+    for layer_name, layer, mixers in by_layer:
+        named = [(f"{layer_name}.{name}", module) for name, module in mixers]
+        called = [(name, module) for name, module in named if plain_name(name) in calls]
+        crosses = "encoder_hidden_states" in inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
+        found += called if called and crosses else named  # cross-attention is not called where there are no such states
     return tuple(_site(name, module, calls.get(plain_name(name)), stack.config) for name, module in found)
 
 
@@ -93,7 +95,7 @@ def _site(name: str, module: nn.Module, call: SkeletonCall | None, config: Any) 
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
         if any(shape[:2] != (1, call.tokens) for shape in shapes):
             raise CaptureError(f"{known} is given {argument}, which is not known to be of tokens")
-    if is_attention(module):
+    if attends(module):
         return _attention_site(name, module, call, config)
     kind = call.mask_kind.removesuffix(UNSEEN)
     masked = _reads(inspect.unwrap(cls.forward), _MASK)

@@ -129,10 +129,30 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
         tokens: of the example.
         axes: how many rows of position ids the example has, as in M-RoPE; 0 for plain ones.
     """
+    try:
+        calls = _recorded(stack, tokens, axes, tuples=False)
+    except CaptureError as error:
+        try:
+            return _recorded(stack, tokens, axes, tuples=True)
+        except CaptureError:
+            raise error from None
+    if all(_of_tokens(call) for call in calls.values()):
+        return calls
+    return _recorded(stack, tokens, axes, tuples=True)
+
+
+def _of_tokens(call: SkeletonCall) -> bool:
+    """Whether the first tensor that a module is given is of tokens, as hidden states are."""
+    leaves = torch.utils._pytree.tree_leaves([call.arguments.get("hidden_states"), call.arguments])
+    return next((tuple(x.shape[:2]) == (1, call.tokens) for x in leaves if isinstance(x, Tensor)), True)
+
+
+def _recorded(stack: nn.Module, tokens: int, axes: int, *, tuples: bool) -> dict[str, SkeletonCall]:
+    """See `record_calls`; layers whose code does not say so return a tensor, or ``tuples`` of one."""
     skeleton = built_skeleton(stack)
     masks: dict[int, BuiltMask] = {}
     calls: dict[str, SkeletonCall] = {}
-    _record_in(skeleton, masks, calls)
+    _record_in(skeleton, masks, calls, tuples)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     forward = stack_function(stack, skeleton, masks)
     marker = object()
@@ -142,7 +162,7 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
         forward(skeleton, input_ids=ids, use_cache=False, **positions, **{CONTEXT: marker})
         reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
         unreached = {name for name, arrived in reached.items() if not arrived}
-        carrier, by_mask = _reached_otherwise(stack, ids, unreached) if unreached else (MASK, set())
+        carrier, by_mask = _reached_otherwise(stack, ids, unreached, tuples) if unreached else (MASK, set())
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
     for name, call in calls.items():
@@ -153,7 +173,7 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
     return calls
 
 
-def _record_in(skeleton: nn.Module, masks: dict[int, BuiltMask], calls: dict[str, SkeletonCall]) -> None:
+def _record_in(skeleton: nn.Module, masks: dict[int, BuiltMask], calls: dict[str, SkeletonCall], tuples: bool) -> None:
     """Prepare a skeleton so that its forward notes the call of every attention module, and computes little else."""
     for layer_name, layer in named_layers(skeleton):
         mixers = mixers_of(layer, skeleton.config)
@@ -164,7 +184,7 @@ def _record_in(skeleton: nn.Module, masks: dict[int, BuiltMask], calls: dict[str
             module.forward = record  # type: ignore[assignment]
         if len(sites) != 1:
             _pass_what_fails(layer)
-        layer.forward = _until_site(layer)  # type: ignore[assignment]
+        layer.forward = _until_site(layer, tuples)  # type: ignore[assignment]
     for module in skeleton.modules():
         learned = any(True for _ in module.parameters())  # without weights some return the scale alone
         if is_norm(module) and learned and not _holds_attention(module):
@@ -173,21 +193,21 @@ def _record_in(skeleton: nn.Module, masks: dict[int, BuiltMask], calls: dict[str
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
 
 
-def _reached_otherwise(stack: nn.Module, ids: Tensor, wanted: set[str]) -> tuple[str, set[str]]:
+def _reached_otherwise(stack: nn.Module, ids: Tensor, wanted: set[str], tuples: bool) -> tuple[str, set[str]]:
     """What else brings the context to modules, and which it reaches; masks by layer type only where one mask fails."""
-    by_mask = _reached_by_mask(stack, ids, MASK)
+    by_mask = _reached_by_mask(stack, ids, MASK, tuples)
     if wanted <= by_mask or not any(mixers_of(layer, stack.config) for _, layer in named_layers(stack)):
         return MASK, by_mask
-    by_type = _reached_by_mask(stack, ids, MAPPING)
+    by_type = _reached_by_mask(stack, ids, MAPPING, tuples)
     return (MAPPING, by_type) if len(wanted & by_type) > len(wanted & by_mask) else (MASK, by_mask)
 
 
-def _reached_by_mask(stack: nn.Module, ids: Tensor, carrier: str) -> set[str]:
+def _reached_by_mask(stack: nn.Module, ids: Tensor, carrier: str, tuples: bool) -> set[str]:
     """Modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
     skeleton = built_skeleton(stack)
     probe = ContextMask(None)
     masks, calls = {id(probe): BuiltMask("probe")}, dict[str, SkeletonCall]()
-    _record_in(skeleton, masks, calls)
+    _record_in(skeleton, masks, calls, tuples)
     forward = inspect.unwrap(base_class(stack).forward)
     positions = {"position_ids": ids} if "position_ids" in inspect.signature(forward).parameters else {}
     mask = probe if carrier == MASK else by_layer_type(probe, stack.config)
@@ -307,7 +327,7 @@ def _pass_what_fails(layer: nn.Module) -> None:
             child.forward = tolerant(child.forward)
 
 
-def _until_site(layer: nn.Module) -> Any:
+def _until_site(layer: nn.Module, tuples: bool) -> Any:
     forward = layer.forward
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +335,8 @@ def _until_site(layer: nn.Module) -> Any:
             forward(hidden_states, *args, **kwargs)
         except _SiteReached:
             pass
-        return _as_returned(layer, hidden_states)
+        returned = _as_returned(layer, hidden_states)
+        return (returned,) if tuples and isinstance(returned, Tensor) else returned
 
     return run
 
