@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from augtree_fx.tables import Chunks, Span
 from augtree_fx.transforms.classes import base_class, hides_forward
 from augtree_fx.transforms.compat import CACHE_NAMES
+from augtree_fx.transforms.features import ruled_out
 from augtree_fx.transforms.mixers import attends, mixers_of, mixes_nothing, rewritable, unknown_mixer
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
@@ -116,6 +117,9 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     """
     layers = named_layers(stack)
     sites: list[AttentionSite] = []
+    feature = ruled_out(stack)
+    if feature is not None:
+        return sites, [Refusal(*feature)]
     refusals = _refuse_stack(stack) or _unknown_mixers(stack, layers)
     if refusals:
         return sites, refusals
