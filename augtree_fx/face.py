@@ -76,7 +76,7 @@ def transform(
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
     sites, refusals = capture_stack(stack)
-    if refusals or not sites:
+    if refusals:
         error = RewriteError(model, refusals)
         if strict:
             raise error

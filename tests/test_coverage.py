@@ -58,13 +58,13 @@ def test_exact_types(model_type: str, kinds: set[str]) -> None:
 @pytest.mark.parametrize(
     "model_type, said",
     [
-        ("musicgen", "stack (MusicgenDecoder): its forward takes no position_ids"),
+        ("musicgen", "stack (MusicgenDecoder): its input_ids are codebooks"),
         ("doge", "layers.0 (DogeDecoderLayer): it makes a mask of its own inside its attention module"),
-        ("mamba", "stack (MambaModel): its forward takes no position_ids"),
-        (
-            "rembert",
-            "encoder.layer.0 (RemBertLayer): it has no attention module that calls transformers' attention interface",
-        ),
+        ("mamba", "layers.0 (MambaBlock): mixer (MambaMixer) has a recurrent state, and no layer has attention"),
+        ("bloom", "h.0 (BloomBlock): its attention has ALiBi biases"),
+        ("prophetnet", "layers.0.self_attn (ProphetNetNgramSelfAttention): its attention predicts in n-gram streams"),
+        ("xlnet", "layer.0.rel_attn (XLNetRelativeAttention): its attention has two streams"),
+        ("xlstm", "blocks.0 (xLSTMBlock): mlstm_layer (xLSTMLayer) has a recurrent state"),
         ("gemma4_assistant", "it drafts for another model"),
     ],
 )

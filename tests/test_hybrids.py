@@ -199,7 +199,7 @@ def computed_rows(model: nn.Module, rows: list[list[Tensor]]) -> list[Tensor]:
         return batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
 
 
-def reset_at_branch(layout: TreeLayout) -> PathRows:
+def reset_at_branch(layout: TreeLayout, *, full_width: bool = False) -> PathRows:
     """Planted: a row takes its prompt from the wrong end of the tree."""
     rows = path_rows(layout)
     return replace(rows, index=rows.index.roll(1, dims=0))

@@ -345,7 +345,6 @@ def test_assignment_to_a_part_of_a_tensor() -> None:
     "model_type, fields, reason",
     [
         ("doge", {}, "it makes a mask of its own inside its attention module"),
-        ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 2}, "MiniMaxM3VLIndexer) mixes tokens"),
     ],
 )
 def test_masks_made_from_the_content_are_refused(

@@ -233,7 +233,9 @@ def test_a_second_table_that_would_not_be_told_is_refused(monkeypatch: pytest.Mo
 
 
 def test_a_stack_that_cannot_be_told_positions_is_refused() -> None:
-    assert refusal(built("musicgen")) == "stack (MusicgenDecoder): its forward takes no position_ids"
+    assert refusal(built("musicgen")) == (
+        "stack (MusicgenDecoder): its input_ids are codebooks, several rows of ids for each sequence"
+    )
 
 
 def test_cross_attention_that_is_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,8 +187,8 @@ def test_a_refused_model(saved: Path, tmp_path: Path, strict: str, capsys: pytes
     status, found = figures(tmp_path, saved / "bloom", strict, *SHAPE)
     assert status == 3 and found["verdict"].startswith("nothing was shared: the model is refused")
     (refusal,) = found["refusals"]
-    assert refusal["class_name"] == "BloomModel" and "takes no position_ids" in refusal["reason"]
-    assert "takes no position_ids" in capsys.readouterr().out
+    assert refusal["class_name"] == "BloomBlock" and "ALiBi" in refusal["reason"]
+    assert "ALiBi" in capsys.readouterr().out
 
 
 def test_an_encoder_decoder_model_is_refused(saved: Path, tmp_path: Path) -> None:

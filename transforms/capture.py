@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from augtree_fx.tables import Chunks, Span
-from augtree_fx.transforms.classes import base_class, hides_forward, is_attention
+from augtree_fx.transforms.classes import base_class, hides_forward
 from augtree_fx.transforms.compat import CACHE_NAMES
-from augtree_fx.transforms.mixers import mixers_of, mixes_nothing, unknown_mixer
+from augtree_fx.transforms.features import ruled_out
+from augtree_fx.transforms.mixers import attends, mixers_of, mixes_nothing, rewritable, unknown_mixer
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
 from augtree_fx.transforms.rewrite import token_columns
@@ -116,6 +117,9 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
     """
     layers = named_layers(stack)
     sites: list[AttentionSite] = []
+    feature = ruled_out(stack)
+    if feature is not None:
+        return sites, [Refusal(*feature)]
     refusals = _refuse_stack(stack) or _unknown_mixers(stack, layers)
     if refusals:
         return sites, refusals
@@ -124,7 +128,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
         for call in calls:
             mixer_sites(stack, call)
     except CaptureError as error:
-        if any(is_attention(module) for _, layer in layers for module in layer.modules()):
+        if any(attends(module) for _, layer in layers for module in layer.modules()):
             return sites, [Refusal("stack", type(stack).__name__, str(error))]
         calls = []  # what each layer lacks says more
     cache: dict[Any, AttentionSite] = {}
@@ -138,7 +142,8 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
                 sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
-    if not sites and not refusals:
+    own = [module for _, layer in layers for _, module in mixers_of(layer, stack.config) if attends(module)]
+    if not sites and not refusals and not own:
         refusals.append(
             Refusal("stack", type(stack).__name__, "no layer has attention, so a tree has nothing to share")
         )
@@ -177,7 +182,7 @@ def _unknown_mixers(stack: nn.Module, layers: list[tuple[str, nn.Module]]) -> li
 def _sites_of(
     layer_name: str, layer: nn.Module, calls: list[dict[str, SkeletonCall]], stack: nn.Module
 ) -> list[tuple[str, nn.Module]]:
-    found = [(f"{layer_name}.{name}", child) for name, child in layer.named_modules() if is_attention(child)]
+    found = [(f"{layer_name}.{name}", child) for name, child in rewritable(layer, stack.config)]
     takes = inspect.signature(inspect.unwrap(base_class(layer).forward)).parameters
     if len(found) > 1 and "encoder_hidden_states" in takes:  # cross-attention is not called where there are none
         called = [(name, x) for name, x in found if any(plain_name(name) in call for call in calls)]
@@ -273,8 +278,9 @@ def _trace(call: SkeletonCall, live: nn.Module, training: bool) -> _Trace:
         graph = tracer.trace(root)
         graph.lint()  # a node of another layer's trace: keys and values shared across layers
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        mask = "it makes a mask of its own inside its attention module: " if "finfo" in str(error) else ""
-        raise CaptureError(f"{mask}its forward cannot be traced: {error}") from error
+        if "finfo" in str(error):
+            raise CaptureError("it makes a mask of its own inside its attention module") from error
+        raise CaptureError(f"its forward cannot be traced: {error}") from error
     leaf, head_dim = _common_call(tracer, [node for node in graph.nodes if node.target is attention_leaf])
     noise = _without_dropout(graph)
     counts = _counts_tokens(graph, skeleton)

@@ -22,6 +22,7 @@ from augtree_fx.transforms.classes import bound_forwards, hides_forward
 from augtree_fx.transforms.context import SiteContext
 from augtree_fx.transforms.path_rows import run_rows
 from augtree_fx.transforms.rewrite import rewrite_attention
+from augtree_fx.transforms.row_masks import RowMasks
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.stack import StackState, run_stack
 
@@ -29,6 +30,7 @@ _BASE = "_augtree_base"
 STATE = "_augtree_state"
 _REWRITTEN = "_augtree_forward"
 _SITE = "_augtree_site"
+_MASKS = "_augtree_masks"
 
 
 def is_installed(module: nn.Module) -> bool:
@@ -50,6 +52,8 @@ def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> 
     for mixer in state.mixers:
         module = stack.get_submodule(mixer.name)
         _set_class(module, swapped_class(type(module), mixer_forward))  # type: ignore[arg-type]
+        if mixer.masks:
+            setattr(module, _MASKS, RowMasks(mixer.masks, stack.config))
     _set_class(stack, swapped_class(type(stack), stack_forward))  # type: ignore[arg-type]
     setattr(stack, STATE, state)
 
@@ -72,7 +76,7 @@ def uninstall(stack: nn.Module) -> None:
             )
     for module in installed:
         _set_class(module, type(module).__dict__[_BASE])
-        for attribute in (STATE, _REWRITTEN, _SITE):
+        for attribute in (STATE, _REWRITTEN, _SITE, _MASKS):
             vars(module).pop(attribute, None)
 
 
@@ -182,12 +186,15 @@ def attention_forward(base: type) -> Callable[..., Any]:
 
 def _context_of(given: dict[str, Any]) -> Any:
     """The tree that a module is told of, by a keyword or inside its mask; ``None`` without one."""
-    context, mask = given.get(CONTEXT), given.get("attention_mask")
-    return mask.context if context is None and isinstance(mask, ContextMask) else context
+    context = given.get(CONTEXT)
+    if context is not None:
+        return context
+    nested = (x for value in given.values() for x in (value.values() if isinstance(value, dict) else (value,)))
+    return next((mask.context for mask in nested if isinstance(mask, ContextMask)), None)
 
 
 def mixer_forward(base: type) -> Callable[..., Any]:
-    """Forward of a swapped class with a recurrent or convolution state: its own, on the rows of a tree."""
+    """Forward of a swapped class that runs row by row: its own, on the rows of a tree."""
     original, parameters = base.forward, _parameters(base)  # type: ignore[attr-defined]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +203,8 @@ def mixer_forward(base: type) -> Callable[..., Any]:
         if context is None:
             return original(self, *args, **kwargs)
         given.pop(CONTEXT, None)
-        return run_rows(self, original, context.rows, given)
+        masks: RowMasks | None = getattr(self, _MASKS, None)  # type: ignore[assignment]
+        return run_rows(self, original, context.rows, given, None if masks is None else masks.of_rows)
 
     return forward
 

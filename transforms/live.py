@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from torch import nn
 
 from augtree_fx.transforms.capture import AttentionSite, config_scalars, plain_scalars
+from augtree_fx.transforms.recurrent import MixerSite
 
 _NOISE = re.compile("drop|jitter")  # attention dropout has a check of its own
 _DROPOUT = {"attention_dropout": None}
 
 
-def refuse_noise(stack: nn.Module, sites: Sequence[AttentionSite]) -> None:
+def refuse_noise(stack: nn.Module, sites: Sequence[AttentionSite], mixers: Sequence[MixerSite]) -> None:
     """Refuse random numbers in training, which rows that share a prompt cannot draw apart.
 
     Raises:
         NotImplementedError: dropout of any kind, or router noise, is above 0.
     """
-    dropout = max((current_dropout(stack, site), site.name) for site in sites)
+    known: list[AttentionSite | MixerSite] = [*sites, *(mixer for mixer in mixers if mixer.attention)]
+    dropout = max((current_dropout(stack, site), site.name) for site in known)
     if dropout[0] > 0:
         raise NotImplementedError(
             f"attention dropout must be 0 in training, {dropout[1]} has {dropout[0]}; rows that share a prompt "
@@ -51,9 +53,9 @@ def captured_noise(sites: Sequence[AttentionSite]) -> tuple[str, float] | None:
     return next(((site.name, site.noise) for site in sites if site.noise > 0), None)
 
 
-def current_dropout(stack: nn.Module, site: AttentionSite) -> float:
+def current_dropout(stack: nn.Module, site: AttentionSite | MixerSite) -> float:
     """Attention dropout of a site now (captured value, unless the module's attribute was changed since)."""
-    now = getattr(stack.get_submodule(site.name), "attention_dropout", site.dropout)
+    now = getattr(stack.get_submodule(site.name), "attention_dropout", getattr(site, "dropout", 0.0))
     return float(getattr(now, "p", now) or 0.0)
 
 

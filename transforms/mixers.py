@@ -1,11 +1,12 @@
-"""Modules that mix the tokens of a row other than by attention, told by their classes.
+"""Modules that run row by row (`path_rows`), told by their classes.
 
-Those with a recurrent or convolution state run row by row (`path_rows`). Those inside of an attention module, and those
-that choose keys for it, cannot.
+They mix the tokens of a row other than by attention, with a recurrent or convolution state; or they are attention that
+has such a state inside, chooses or pools its keys by the tokens before them, or calls no attention interface.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,18 +21,64 @@ _STATE = re.compile(
 )
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _CHOICE = re.compile(r"Indexer|Compressor")  # they choose or pool keys by the tokens before them
+_ATTENTION = re.compile(r"Attention2?$")
+_MASK = "attention_mask"
+_CHOSEN = "indexer"  # attribute of attention that takes chosen keys from another layer where it has none of its own
 _WITHOUT_STATE = ("Norm", "NormGated", "MLP", "Mlp", "RotaryEmbedding")
 _OF_ONE_TOKEN = re.compile(r"(Norm|MLP|Mlp|MoE|Experts|Router|Linear|Dropout|Identity|ModuleList)$")
 
 
 def mixers_of(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:
-    """Modules of a layer with a state that runs along a row, with their names: those whose forward has the state.
+    """Modules of a layer that run row by row, with their names: those whose forward has a state, or chooses keys.
 
     Args:
         layer: of a decoder stack.
         config: of the stack; its class says which prefix of class names is that of the family.
     """
-    return list(_states("", layer, _family(config)))
+    return list(_states("", layer, _family(config))) or list(_own_attention(layer))
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module is attention, through transformers' attention interface or in code of its own."""
+    takes = inspect.signature(inspect.unwrap(base_class(module).forward)).parameters
+    return is_attention(module) or (_ATTENTION.search(base_class(module).__name__) is not None and _MASK in takes)
+
+
+def _own_attention(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Innermost attention modules of a layer none of whose modules calls transformers' attention interface."""
+    if any(is_attention(module) for module in layer.modules()):
+        return
+    for name, module in layer.named_modules():
+        if name and attends(module) and not any(attends(x) for x in module.modules() if x is not module):
+            yield name, module
+
+
+def rewritable(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:
+    """Attention modules of a layer that do not run row by row, with their names."""
+    own = {id(module) for _, mixer in mixers_of(layer, config) for module in mixer.modules()}
+    return [(name, module) for name, module in layer.named_modules() if is_attention(module) and id(module) not in own]
+
+
+def sees_padding(attention: nn.Module, config: Any) -> bool:
+    """Whether what an attention module holds beside attention is not told of padding: no mask among its arguments."""
+    family = _family(config)
+
+    def told(module: nn.Module) -> bool:
+        return any("mask" in name for name in inspect.signature(inspect.unwrap(base_class(module).forward)).parameters)
+
+    def unseen(module: nn.Module) -> bool:
+        """Whether a state or a choice lies below modules that are not told of padding."""
+        below = [child for child in module.children() if not told(child)]
+        return any(_chooses(child) or _has_state(child, family) or unseen(child) for child in below)
+
+    return unseen(attention)
+
+
+def chooses_keys(attention: nn.Module) -> bool:
+    """Whether an attention module has a part that chooses or pools its keys, or takes the choice of another one."""
+    return any(_chooses(module) for module in attention.modules()) or (
+        is_attention(attention) and _CHOSEN in inspect.unwrap(base_class(attention).forward).__code__.co_names
+    )
 
 
 def unknown_mixer(layer: nn.Module, config: Any) -> tuple[str, nn.Module] | None:
@@ -39,10 +86,10 @@ def unknown_mixer(layer: nn.Module, config: Any) -> tuple[str, nn.Module] | None
     family = _family(config)
     covered = [module for _, mixer in mixers_of(layer, config) for module in mixer.modules()]
     for name, module in layer.named_modules():
-        if not name or is_attention(module):
+        if not name or is_attention(module) or any(module is x for x in covered):
             continue
         state = _has_state(module, family) and not isinstance(module, GradientCheckpointingLayer)
-        if _chooses(module) or (state and not any(module is x for x in covered)):
+        if _chooses(module) or state:
             return name, module
     return None
 
@@ -64,7 +111,11 @@ def mixes_nothing(layer: nn.Module, layers: Iterable[nn.Module], config: Any) ->
 def _states(name: str, module: nn.Module, family: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}".lstrip(".")
-        if is_attention(child) or _chooses(child):
+        if is_attention(child):
+            if chooses_keys(child) or any(_has_state(x, family) for x in child.modules() if x is not child):
+                yield full, child
+            continue
+        if _chooses(child):
             continue
         inner = isinstance(child, GradientCheckpointingLayer)
         if not inner and (_has_state(child, family) or any(_has_state(x, family) for x in child.children())):

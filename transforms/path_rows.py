@@ -51,8 +51,12 @@ class PathRows:
         return [self.index, self.source, self.mask]
 
 
-def path_rows(layout: TreeLayout) -> PathRows:
+def path_rows(layout: TreeLayout, *, full_width: bool = False) -> PathRows:
     """The rows of a layout's paths, one for each leaf.
+
+    Args:
+        layout: the tree.
+        full_width: make them as wide as the caller's rows, if those are padded.
 
     Raises:
         NotImplementedError: rows have padding in front, and equal tokens stand in different columns.
@@ -60,7 +64,9 @@ def path_rows(layout: TreeLayout) -> PathRows:
     leaves = np.setdiff1d(np.arange(layout.num_nodes), layout.parent)
     before = _padding_before(layout, leaves)
     end = before + layout.path_start[leaves] + layout.length[leaves]
-    index = np.full((len(leaves), int(end.max())), -1, dtype=np.int64)
+    padded = full_width and len(layout.row_begin) == layout.shape[0]
+    width = max(int(end.max()), layout.shape[1] if padded else 0)
+    index = np.full((len(leaves), width), -1, dtype=np.int64)
     for row, leaf in enumerate(leaves):
         tokens = [np.arange(layout.offset[node], layout.offset[node + 1]) for node in layout.path(int(leaf))]
         index[row, before[row] : end[row]] = np.concatenate(tokens)
@@ -103,14 +109,21 @@ def columns_agree(layout: TreeLayout) -> bool:
     return bool((columns(layout)[layout.packed_index[slots]] == slots % layout.shape[1]).all())
 
 
-def run_rows(module: nn.Module, forward: Callable[..., Any], rows: PathRows, given: dict[str, Any]) -> Any:
+def run_rows(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    rows: PathRows,
+    given: dict[str, Any],
+    make_masks: Callable[[PathRows, Tensor], dict[str, Any]] | None = None,
+) -> Any:
     """Run a module on the rows of a tree.
 
     Args:
-        module: with a state that runs along a row.
+        module: what runs row by row.
         forward: of its class.
         rows: of the batch.
         given: its arguments by name, of the packed row: tensors ``[1, T, ...]``. An ``attention_mask`` is replaced.
+        make_masks: gives the arguments that hold masks, for the rows and the first tensor that they are given.
 
     Returns:
         What the module returns, of the packed row; a state that is not one of tokens cannot be used.
@@ -131,13 +144,23 @@ def run_rows(module: nn.Module, forward: Callable[..., Any], rows: PathRows, giv
             return x[0].index_select(0, index).view(*shape, *x.shape[2:])
         return torch.ops.augtree.show_slots(x[0], index).view(*shape, *x.shape[2:])
 
+    weights = {id(parameter) for parameter in module.parameters()}
+
     def taken(x: Tensor) -> Any:
+        if id(x) in weights:  # a bias that the layer adds
+            return x
         if tuple(x.shape[:2]) != shape:
             return StateOfRows()
         return x.flatten(0, 1).index_select(0, rows.source)[None]
 
     masked = {"attention_mask": rows.mask} if "attention_mask" in given else {}
-    arguments = pytree.tree_map_only(Tensor, gathered, {**given, **dict.fromkeys(masked)})
+    arguments = {name: value for name, value in given.items() if name not in masked}
+    if make_masks is not None:
+        leaves = pytree.tree_leaves([arguments.get("hidden_states"), arguments])
+        hidden = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+        masked |= make_masks(rows, hidden.new_empty(()).expand(*shape, hidden.shape[-1]))
+        arguments = {name: value for name, value in arguments.items() if name not in masked}
+    arguments = pytree.tree_map_only(Tensor, gathered, arguments)
     return pytree.tree_map_only(Tensor, taken, forward(module, **arguments | masked))
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from augtree_fx.transforms.carrier import ContextMask, by_layer_type
 from augtree_fx.transforms.classes import base_class, is_attention
-from augtree_fx.transforms.mixers import mixers_of
+from augtree_fx.transforms.mixers import mixers_of, rewritable
+from augtree_fx.transforms.row_masks import RECURRENT, BuiltMask, masks_among
 from augtree_fx.transforms.tracer import CaptureError, is_norm, with_globals
 
 CONTEXT = "augtree_context"  # keyword that carries the tree from the stack to its attention modules
@@ -91,6 +92,7 @@ class SkeletonCall:
         tokens: of the example.
         carrier: what brings the context to it, ``KEYWORD``, ``MASK`` or ``MAPPING``, or ``None``.
         again: further calls in the same forward, of inner stacks that run several times.
+        masks: arguments that hold masks, with how those are made (`masks_among`).
     """
 
     module: nn.Module
@@ -99,6 +101,7 @@ class SkeletonCall:
     tokens: int = 0
     carrier: str | None = None
     again: list[SkeletonCall] = field(default_factory=list)
+    masks: dict[str, Any] = field(default_factory=dict)
 
 
 _RETURNED = ("BUILD_TUPLE", "RETURN_VALUE")
@@ -126,10 +129,30 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
         tokens: of the example.
         axes: how many rows of position ids the example has, as in M-RoPE; 0 for plain ones.
     """
+    try:
+        calls = _recorded(stack, tokens, axes, tuples=False)
+    except CaptureError as error:
+        try:
+            return _recorded(stack, tokens, axes, tuples=True)
+        except CaptureError:
+            raise error from None
+    if all(_of_tokens(call) for call in calls.values()):
+        return calls
+    return _recorded(stack, tokens, axes, tuples=True)
+
+
+def _of_tokens(call: SkeletonCall) -> bool:
+    """Whether the first tensor that a module is given is of tokens, as hidden states are."""
+    leaves = torch.utils._pytree.tree_leaves([call.arguments.get("hidden_states"), call.arguments])
+    return next((tuple(x.shape[:2]) == (1, call.tokens) for x in leaves if isinstance(x, Tensor)), True)
+
+
+def _recorded(stack: nn.Module, tokens: int, axes: int, *, tuples: bool) -> dict[str, SkeletonCall]:
+    """See `record_calls`; layers whose code does not say so return a tensor, or ``tuples`` of one."""
     skeleton = built_skeleton(stack)
-    masks: dict[int, str] = {}
+    masks: dict[int, BuiltMask] = {}
     calls: dict[str, SkeletonCall] = {}
-    _record_in(skeleton, masks, calls)
+    _record_in(skeleton, masks, calls, tuples)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     forward = stack_function(stack, skeleton, masks)
     marker = object()
@@ -139,7 +162,7 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
         forward(skeleton, input_ids=ids, use_cache=False, **positions, **{CONTEXT: marker})
         reached = {name: call.arguments.pop(CONTEXT, None) is marker for name, call in calls.items()}
         unreached = {name for name, arrived in reached.items() if not arrived}
-        carrier, by_mask = _reached_otherwise(stack, ids, unreached) if unreached else (MASK, set())
+        carrier, by_mask = _reached_otherwise(stack, ids, unreached, tuples) if unreached else (MASK, set())
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
     for name, call in calls.items():
@@ -150,44 +173,51 @@ def record_calls(stack: nn.Module, tokens: int, axes: int = 0) -> dict[str, Skel
     return calls
 
 
-def _record_in(skeleton: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall]) -> None:
+def _record_in(skeleton: nn.Module, masks: dict[int, BuiltMask], calls: dict[str, SkeletonCall], tuples: bool) -> None:
     """Prepare a skeleton so that its forward notes the call of every attention module, and computes little else."""
     for layer_name, layer in named_layers(skeleton):
         mixers = mixers_of(layer, skeleton.config)
-        sites = [*mixers, *((name, module) for name, module in layer.named_modules() if is_attention(module))]
+        sites = [*mixers, *rewritable(layer, skeleton.config)]
         for name, module in sites:
-            record = _recorder(f"{layer_name}.{name}", module, masks, calls, last=len(sites) == 1)
+            runs = not any(module is mixer for _, mixer in mixers)
+            record = _recorder(f"{layer_name}.{name}", module, masks, calls, last=len(sites) == 1, runs=runs)
             module.forward = record  # type: ignore[assignment]
         if len(sites) != 1:
             _pass_what_fails(layer)
-        layer.forward = _until_site(layer)  # type: ignore[assignment]
+        layer.forward = _until_site(layer, tuples)  # type: ignore[assignment]
     for module in skeleton.modules():
-        if is_norm(module) and not _holds_attention(module):
+        learned = any(True for _ in module.parameters())  # without weights some return the scale alone
+        if is_norm(module) and learned and not _holds_attention(module):
             module.forward = _same_shape  # type: ignore[assignment]
         if "RotaryEmbedding" in type(module).__name__:  # its decorator reads the longest position, which meta has not
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
 
 
-def _reached_otherwise(stack: nn.Module, ids: Tensor, wanted: set[str]) -> tuple[str, set[str]]:
+def _reached_otherwise(stack: nn.Module, ids: Tensor, wanted: set[str], tuples: bool) -> tuple[str, set[str]]:
     """What else brings the context to modules, and which it reaches; masks by layer type only where one mask fails."""
-    by_mask = _reached_by_mask(stack, ids, MASK)
+    by_mask = _reached_by_mask(stack, ids, MASK, tuples)
     if wanted <= by_mask or not any(mixers_of(layer, stack.config) for _, layer in named_layers(stack)):
         return MASK, by_mask
-    by_type = _reached_by_mask(stack, ids, MAPPING)
+    by_type = _reached_by_mask(stack, ids, MAPPING, tuples)
     return (MAPPING, by_type) if len(wanted & by_type) > len(wanted & by_mask) else (MASK, by_mask)
 
 
-def _reached_by_mask(stack: nn.Module, ids: Tensor, carrier: str) -> set[str]:
+def _reached_by_mask(stack: nn.Module, ids: Tensor, carrier: str, tuples: bool) -> set[str]:
     """Modules that a `ContextMask` given to the stack reaches, itself, past the real mask builders."""
     skeleton = built_skeleton(stack)
     probe = ContextMask(None)
-    masks, calls = {id(probe): "probe"}, dict[str, SkeletonCall]()
-    _record_in(skeleton, masks, calls)
+    masks, calls = {id(probe): BuiltMask("probe")}, dict[str, SkeletonCall]()
+    _record_in(skeleton, masks, calls, tuples)
     forward = inspect.unwrap(base_class(stack).forward)
     positions = {"position_ids": ids} if "position_ids" in inspect.signature(forward).parameters else {}
     mask = probe if carrier == MASK else by_layer_type(probe, stack.config)
     forward(skeleton, input_ids=ids, use_cache=False, attention_mask=mask, **positions)
-    return {name for name, call in calls.items() if all(x.mask_kind == "probe" for x in (call, *call.again))}
+    return {name for name, call in calls.items() if all(_holds_probe(x) for x in (call, *call.again))}
+
+
+def _holds_probe(call: SkeletonCall) -> bool:
+    kinds = (leaf for tree in call.masks.values() for leaf in torch.utils._pytree.tree_leaves(tree))
+    return any(isinstance(leaf, BuiltMask) and leaf.kind == "probe" for leaf in kinds)
 
 
 def separates_axes(stack: nn.Module, axes: int) -> bool | str:
@@ -226,9 +256,18 @@ def _same_shape(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _recorder(
-    name: str, module: nn.Module, masks: dict[int, str], calls: dict[str, SkeletonCall], *, last: bool
+    name: str,
+    module: nn.Module,
+    masks: dict[int, BuiltMask],
+    calls: dict[str, SkeletonCall],
+    *,
+    last: bool,
+    runs: bool,
 ) -> Any:
-    """Forward that notes its call and, unless this is the ``last`` site of its layer, goes on with the module's own."""
+    """Forward that notes its call and, unless this is the ``last`` site of its layer, goes on.
+
+    With the module's own code if it ``runs``, else with hidden states of the right shape.
+    """
     original = inspect.unwrap(base_class(module).forward)
     parameters = list(inspect.signature(original).parameters)[1:]
     stand_ins = {"eager_attention_forward": _no_attention, "ALL_ATTENTION_FUNCTIONS": _NoAttention()}
@@ -236,21 +275,22 @@ def _recorder(
 
     def record(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        held = dict(masks_among(arguments, masks))
         mask = arguments.pop("attention_mask", None)
-        kind = "none" if mask is None else masks.get(id(mask), "changed")
+        kind = "none" if mask is None else masks.get(id(mask), BuiltMask("changed")).kind
         if name in calls and not last:
             raise CaptureError(f"{name} is called twice by its layer")
-        call = SkeletonCall(module, arguments, kind)
+        call = SkeletonCall(module, arguments, kind, masks=held)
         if name in calls:
             calls[name].again.append(call)
         else:
             calls[name] = call
         if last:
             raise _SiteReached
-        if is_attention(module):
+        if runs:
             return unmasked(module, *args, **kwargs)
         hidden_states = next(value for value in arguments.values() if isinstance(value, Tensor))
-        return _as_returned(module, hidden_states)  # a module with a state: on the meta device it would run for seconds
+        return _as_returned(module, hidden_states)  # on the meta device a state would take seconds
 
     return record
 
@@ -287,7 +327,7 @@ def _pass_what_fails(layer: nn.Module) -> None:
             child.forward = tolerant(child.forward)
 
 
-def _until_site(layer: nn.Module) -> Any:
+def _until_site(layer: nn.Module, tuples: bool) -> Any:
     forward = layer.forward
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +335,8 @@ def _until_site(layer: nn.Module) -> Any:
             forward(hidden_states, *args, **kwargs)
         except _SiteReached:
             pass
-        return _as_returned(layer, hidden_states)
+        returned = _as_returned(layer, hidden_states)
+        return (returned,) if tuples and isinstance(returned, Tensor) else returned
 
     return run
 
@@ -314,7 +355,7 @@ def _tuple_size(forward: Callable[..., Any]) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def stack_function(stack: nn.Module, skeleton: nn.Module, masks: dict[int, str]) -> types.FunctionType:
+def stack_function(stack: nn.Module, skeleton: nn.Module, masks: dict[int, BuiltMask]) -> types.FunctionType:
     """The stack's forward, for its skeleton; stand-ins for mask builders, also in methods that it calls."""
     builders = _mask_builders(skeleton, masks)
     forward = inspect.unwrap(base_class(stack).forward)
@@ -331,11 +372,11 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]:
+def _mask_builders(skeleton: nn.Module, masks: dict[int, BuiltMask]) -> dict[str, Any]:
     """Stand-ins for transformers' mask builders; ``masks`` learns which tensor is which kind of mask."""
     kept: list[Tensor] = []
 
-    def builder(kind: str) -> Any:
+    def builder(function: str, kind: str) -> Any:
         def build(*_: Any, **kwargs: Any) -> Tensor:
             mask = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="meta")
             extras = [
@@ -345,17 +386,19 @@ def _mask_builders(skeleton: nn.Module, masks: dict[int, str]) -> dict[str, Any]
             ]
             kept.append(mask)
             unseen = "" if kwargs.get("position_ids") is not None else UNSEEN
-            masks[id(mask)] = f"custom ({', '.join(extras)})" if extras else kind + unseen
+            seen = f"custom ({', '.join(extras)})" if extras else kind + unseen
+            masks[id(mask)] = BuiltMask(seen, function, kwargs.get("allow_is_causal_skip") is not False)
             return mask
 
         return build
 
     window = getattr(skeleton.config, "sliding_window", None)
     chunk = getattr(skeleton.config, "attention_chunk_size", None)
-    return {
-        "create_causal_mask": builder("full"),
-        "create_sliding_window_causal_mask": builder(f"window {window}"),
-        "create_chunked_causal_mask": builder(f"chunks of {chunk}"),
-        "create_bidirectional_mask": builder("bidirectional"),
-        "create_recurrent_attention_mask": builder("recurrent"),
+    kinds = {
+        "create_causal_mask": "full",
+        "create_sliding_window_causal_mask": f"window {window}",
+        "create_chunked_causal_mask": f"chunks of {chunk}",
+        "create_bidirectional_mask": "bidirectional",
+        "create_recurrent_attention_mask": RECURRENT,
     }
+    return {function: builder(function, kind) for function, kind in kinds.items()}

@@ -48,7 +48,7 @@ class StackState:
 
     Attributes:
         sites: captured attention modules.
-        mixers: modules with a recurrent or convolution state, which run row by row.
+        mixers: modules with a recurrent or convolution state, and attention in its own code, which run row by row.
         kernel: requested kernel.
         strict: raise on input that cannot be shared exactly, instead of running the original forward.
         costs: what a node must save; ``None`` estimates it from the model and device.
@@ -277,6 +277,9 @@ def _token_inputs(
         if tokens.shape[0] == 1 and mask is not None:
             raise Unshared("")
         if isinstance(mask, Mapping):
+            own = next((mixer for mixer in state.mixers if mixer.attention), None)
+            if own is not None:
+                raise Unshared(f"{own.name} runs once a row, and masks were prepared for its layer")
             device = next(iter(tokens.by_slot.values())).device
             padding = padding_of(mask, state.sites, stack.config, tokens.shape, device)
             check_recurrent(mask, state.mixers, padding)
@@ -353,7 +356,7 @@ def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, An
     packed = given.get("attention_mask") is None and given.get("position_ids") is not None
     unmasked = next((mixer for mixer in state.mixers if not mixer.masked), None)
     if unmasked is not None and padding_before(layout.row_begin, layout.shape).any():
-        raise Unshared(f"padding in front of rows reaches the state of {unmasked.name}; pad on the right")
+        raise Unshared(f"padding in front of rows reaches the {unmasked.state} of {unmasked.name}; pad on the right")
     chunked = next((site for site in state.sites if site.chunk is not None), None)
     if packed and chunked is not None:
         raise Unshared(f"{chunked.name} attends in chunks of the packed row; pad the rows, with an attention_mask")
@@ -392,7 +395,8 @@ def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | 
     restarting = mask is None and given.get("position_ids") is not None
     if state.mixers and (restarting or any(given.get(name) is not None for name in _PACKING)):
         raise Unshared(
-            f"the state of {state.mixers[0].name} runs through packed rows: pass an attention_mask, or rows one by one"
+            f"the {state.mixers[0].state} of {state.mixers[0].name} runs through packed rows: pass an attention_mask, "
+            "or rows one by one"
         )
     if positions_alone and not all(site.separates for site in state.sites):
         raise Unshared("this model's masks do not look at position_ids: pass an attention_mask, or rows one by one")
@@ -421,7 +425,7 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
             f"input_ids are on {ids.device}, the model's embedding is on {device}; move them with .to(model.device)"
         )
     if stack.training:
-        refuse_noise(stack, state.sites)
+        refuse_noise(stack, state.sites, state.mixers)
 
 
 def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> None:
@@ -433,9 +437,9 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
         ValueError: the layout is on another device than the model.
     """
     if state.mixers:
-        raise NotImplementedError(
-            f"{state.mixers[0].name} has a recurrent state, which waves are not handed; run the batch in one forward"
-        )
+        first = state.mixers[0]
+        what = "runs once a row, in its own code" if first.attention else "has a recurrent state"
+        raise NotImplementedError(f"{first.name} {what}, which waves are not handed; run the batch in one forward")
     kinds = _rope_kinds(stack) & {"dynamic", "longrope"}
     if kinds and int(layout.position_ids.max(initial=0)) + 1 > _rope_limit(stack, 0):
         raise NotImplementedError(
@@ -448,7 +452,7 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
     if layout.device != device and device.type != "meta":
         raise ValueError(f"the layout is on {layout.device}, the model's embedding is on {device}")
     if stack.training:
-        refuse_noise(stack, state.sites)
+        refuse_noise(stack, state.sites, state.mixers)
 
 
 def _rope_limit(stack: nn.Module, default: int) -> int:
@@ -511,7 +515,8 @@ def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> 
     if any(site.counts for site in state.sites):
         _refuse_columns(state, layout)
         counted = torch.from_numpy(columns(layout)[layout.offset[first_node] :]).to(layout.device)
-    rows = path_rows(layout) if state.mixers else None
+    full_width = any(mixer.full_width for mixer in state.mixers)
+    rows = path_rows(layout, full_width=full_width) if state.mixers else None
     return ReplayContext(tables, layout.num_levels == 1, state.kernel, counted, rows)
 
 

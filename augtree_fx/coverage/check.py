@@ -6,7 +6,7 @@ import contextlib
 import copy
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,25 +75,37 @@ class Result:
 
 @dataclass(frozen=True)
 class Precision:
-    """How to run: dtype of the model, whether up-casts keep it, attention of the unmodified model, tolerance."""
+    """How to run: dtype of the model, whether up-casts keep it, attention of the unmodified model, tolerance.
+
+    With ``default`` the dtype is also torch's default while the model runs.
+    """
 
     dtype: torch.dtype
     keep: bool
     attention: str
     tolerance: float
+    default: bool = False
 
     @property
     def name(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}, {self.attention}"
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return KeepFloat64() if self.keep else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype if self.default else before)
+        try:
+            with KeepFloat64() if self.keep else contextlib.nullcontext():
+                yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 # The first that the unmodified model runs with is taken. Eager before sdpa: in some versions sdpa drops the soft-cap.
 PRECISIONS = (
     Precision(torch.float64, True, "eager", FLOAT64),
     Precision(torch.float64, True, "sdpa", FLOAT64),
+    Precision(torch.float64, True, "eager", FLOAT64, default=True),  # forwards that make tensors without a dtype
     Precision(torch.float32, False, "eager", FLOAT32),
     Precision(torch.float32, False, "sdpa", FLOAT32),
 )

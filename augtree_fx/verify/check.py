@@ -16,10 +16,11 @@ from augtree_fx.costs import CostModel
 from augtree_fx.explain import Explanation, explain
 from augtree_fx.face import RewriteError, restore, transform
 from augtree_fx.rows import HostRows
-from augtree_fx.transforms import Refusal, StackState, find_stack, is_installed
+from augtree_fx.transforms import AttentionSite, Refusal, StackState, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.live import current_dropout, current_noise
 from augtree_fx.transforms.positions import PositionRule
+from augtree_fx.transforms.recurrent import MixerSite
 from augtree_fx.verify import UsageError, passes
 from augtree_fx.verify.batches import Batch, alone, together
 from augtree_fx.verify.compare import FACTOR, ROUNDING, Comparison, compare
@@ -167,12 +168,11 @@ def _training_notes(model: Any) -> list[str]:
     if not is_installed(stack):
         return []
     state: StackState = getattr(stack, STATE)
-    rates = [(current_dropout(stack, site), site.name) for site in state.sites]
+    sites: list[AttentionSite | MixerSite] = [*state.sites, *(mixer for mixer in state.mixers if mixer.attention)]
+    rates = [(current_dropout(stack, site), site.name) for site in sites]
     active = [(f"{name}.attention_dropout", rate) for rate, name in rates if rate > 0][:1]
     noise = current_noise(stack)
-    active += (
-        [noise] if noise is not None and noise[0] not in {f"{x.name}.attention_dropout" for x in state.sites} else []
-    )
+    active += [noise] if noise is not None and noise[0] not in {f"{x.name}.attention_dropout" for x in sites} else []
     return [
         f"in training {name} is {rate}, which is not shared (strict raises): set it to 0; it is off here"
         for name, rate in active
