@@ -21,7 +21,7 @@ from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_st
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import PositionRule, position_rule
 from augtree_fx.transforms.recurrent import MixerSite, mixer_sites
-from augtree_fx.transforms.stack import estimated_costs, layout_of
+from augtree_fx.transforms.requests import estimated_costs, layout_of
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from augtree_fx.costs import CostModel
 from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
 from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.packing import PackedCall, pack_layout
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
-from augtree_fx.transforms.stack import PackedCall, pack_layout
 from augtree_fx.waves import check_max_tokens
 
 logger = logging.getLogger("augtree_fx")

@@ -17,8 +17,10 @@ from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf
 from augtree_fx.transforms.in_waves import refuse_cut_off
+from augtree_fx.transforms.packing import make_context, packed_arguments
+from augtree_fx.transforms.requests import refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT
-from augtree_fx.transforms.stack import StackState, make_context, packed_arguments, refuse_waves
+from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import part_of, token_index
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from treated import FLOAT32, assert_equal, check, in_either_order, num_shared, shared
 
 import augtree_fx
-from augtree_fx.transforms.stack import make_context, show_rows
+from augtree_fx.transforms.packing import make_context, show_rows
 
 
 @pytest.fixture(autouse=True, scope="module")

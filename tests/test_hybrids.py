@@ -19,12 +19,12 @@ from augtree_fx import CostModel, TreeLayout
 from augtree_fx.coverage import tiny
 from augtree_fx.coverage.overrides import OVERRIDES
 from augtree_fx.coverage.precision import KeepFloat64
-from augtree_fx.transforms import find_stack, stack
+from augtree_fx.transforms import find_stack, packing
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.layer_masks import OtherMask, check_recurrent
+from augtree_fx.transforms.packing import make_context
 from augtree_fx.transforms.path_rows import PathRows, path_rows, run_rows
 from augtree_fx.transforms.recurrent import MixerSite
-from augtree_fx.transforms.stack import make_context
 
 # Float64 throughout; measured 1e-13. The state of another row, or none of the prompt, shows at 1e-2.
 TOLERANCE = 1e-10
@@ -207,7 +207,7 @@ def reset_at_branch(layout: TreeLayout, *, full_width: bool = False) -> PathRows
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
 def test_a_state_of_another_row_is_found(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "path_rows", reset_at_branch)
+    monkeypatch.setattr(packing, "path_rows", reset_at_branch)
     batch = padded(rollout(depth=2), "right")
     plain = build(model_type)
     got = errors(result(shared(copy.deepcopy(plain)), batch), result(plain, batch), relative)

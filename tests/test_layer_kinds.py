@@ -21,7 +21,7 @@ from augtree_fx.coverage import overrides, tiny
 from augtree_fx.coverage.batch import Batch, grouped_batch
 from augtree_fx.coverage.check import ERROR, EXACT, FLOAT64, ORIGINAL, PRECISIONS, check
 from augtree_fx.tables import Chunks, build_tables, decode_calls
-from augtree_fx.transforms import AttentionSite, Refusal, capture_stack, find_stack, live, stack
+from augtree_fx.transforms import AttentionSite, Refusal, capture_stack, find_stack, live, packing, requests
 from augtree_fx.transforms.capture import _common_call
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.context import ReplayContext
@@ -489,8 +489,8 @@ def test_other_chunks_are_an_error(changes: dict[str, object], monkeypatch: pyte
 
 
 def test_packed_places_for_columns_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "columns_agree", lambda layout: True)
-    monkeypatch.setattr(stack, "columns", lambda layout: np.arange(layout.num_tokens))
+    monkeypatch.setattr(requests, "columns_agree", lambda layout: True)
+    monkeypatch.setattr(packing, "columns", lambda layout: np.arange(layout.num_tokens))
     outcome = check("llama4_text")
     assert outcome.status == ERROR
     assert outcome.error > 1e-3

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import augtree_fx
 from augtree_fx.transforms.install import STATE
-from augtree_fx.transforms.stack import Unshared, decide
+from augtree_fx.transforms.requests import Unshared, decide
 
 
 def model_100m() -> Qwen3ForCausalLM:

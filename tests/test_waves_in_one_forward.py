@@ -43,7 +43,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(plan)
         return right(plan, forward)
 
-    monkeypatch.setattr("augtree_fx.transforms.stack.run_in_waves", noted)
+    monkeypatch.setattr("augtree_fx.transforms.packing.run_in_waves", noted)
     return found
 
 

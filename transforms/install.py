@@ -24,7 +24,8 @@ from augtree_fx.transforms.path_rows import run_rows
 from augtree_fx.transforms.rewrite import rewrite_attention
 from augtree_fx.transforms.row_masks import RowMasks
 from augtree_fx.transforms.skeleton import CONTEXT
-from augtree_fx.transforms.stack import StackState, run_stack
+from augtree_fx.transforms.stack import run_stack
+from augtree_fx.transforms.state import StackState
 
 _BASE = "_augtree_base"
 STATE = "_augtree_state"

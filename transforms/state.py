@@ -1,0 +1,50 @@
+"""Settings and memory of one transformed stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from augtree_fx.costs import CostModel
+from augtree_fx.transforms.capture import AttentionSite
+from augtree_fx.transforms.positions import PositionRule
+from augtree_fx.transforms.recurrent import MixerSite
+
+
+@dataclass
+class StackState:
+    """Settings and memory of one transformed stack.
+
+    Attributes:
+        sites: captured attention modules.
+        mixers: modules with a recurrent or convolution state, and attention in its own code, which run row by row.
+        kernel: requested kernel.
+        strict: raise on input that cannot be shared exactly, instead of running the original forward.
+        costs: what a node must save; ``None`` estimates it from the model and device.
+        fallbacks: how often the original forward ran, by reason.
+        num_shared: how many batches were shared.
+        axes: whether masks look at ``position_ids`` of so many axes, or why the stack cannot take them.
+        positions: which positions tokens get by default, and how the stack takes others.
+        in_waves: whether a batch is being computed in parts (`augtree_fx.prefill`).
+        max_wave_tokens: packed tokens of branches that are alive at a time; ``None`` for all.
+    """
+
+    sites: tuple[AttentionSite, ...]
+    kernel: str = "auto"
+    strict: bool = True
+    costs: CostModel | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    num_shared: int = 0
+    axes: dict[int, bool | str] = field(default_factory=dict)
+    positions: PositionRule = PositionRule()
+    in_waves: bool = False
+    max_wave_tokens: int | None = None
+    mixers: tuple[MixerSite, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Graphs hold functions that need not pickle; their generated source travels with the classes."""
+        sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
+        copied = {"sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False}
+        return {**self.__dict__, **copied}
