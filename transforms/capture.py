@@ -128,7 +128,7 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
         for call in calls:
             mixer_sites(stack, call)
     except CaptureError as error:
-        if any(attends(module) for _, layer in layers for module in layer.modules()):
+        if any(attends(module, stack.config) for _, layer in layers for module in layer.modules()):
             return sites, [Refusal("stack", type(stack).__name__, str(error))]
         calls = []  # what each layer lacks says more
     cache: dict[Any, AttentionSite] = {}
@@ -142,7 +142,9 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
                 sites.append(_capture_site(name, module, recorded, cache))
         except CaptureError as error:
             refusals.append(Refusal(layer_name, type(layer).__name__, str(error)))
-    own = [module for _, layer in layers for _, module in mixers_of(layer, stack.config) if attends(module)]
+    own = [
+        module for _, layer in layers for _, module in mixers_of(layer, stack.config) if attends(module, stack.config)
+    ]
     if not sites and not refusals and not own:
         refusals.append(
             Refusal("stack", type(stack).__name__, "no layer has attention, so a tree has nothing to share")

@@ -45,7 +45,7 @@ def _found(stack: nn.Module) -> Iterator[tuple[str, str, str]]:
             said = next((text for attribute, text in _ATTENTION.items() if hasattr(module, attribute)), "")
             if said:
                 yield f"{layer_name}.{name}".rstrip("."), base_class(module).__name__, said
-    if not any(attends(module) for _, layer in layers for module in layer.modules()):
+    if not any(attends(module, stack.config) for _, layer in layers for module in layer.modules()):
         yield from _recurrent(layers, config)
 
 

@@ -35,21 +35,27 @@ def mixers_of(layer: nn.Module, config: Any) -> list[tuple[str, nn.Module]]:
         layer: of a decoder stack.
         config: of the stack; its class says which prefix of class names is that of the family.
     """
-    return list(_states("", layer, _family(config))) or list(_own_attention(layer))
+    return list(_states("", layer, _family(config))) or list(_own_attention(layer, config))
 
 
-def attends(module: nn.Module) -> bool:
-    """Whether a module is attention, through transformers' attention interface or in code of its own."""
-    takes = inspect.signature(inspect.unwrap(base_class(module).forward)).parameters
-    return is_attention(module) or (_ATTENTION.search(base_class(module).__name__) is not None and _MASK in takes)
+def attends(module: nn.Module, config: Any) -> bool:
+    """Whether a module is attention, through transformers' attention interface or in code of its own.
+
+    Linear attention, whatever it is called, is a state that runs along a row.
+    """
+    if is_attention(module):
+        return True
+    named = _ATTENTION.search(base_class(module).__name__) is not None and not _has_state(module, _family(config))
+    return named and _MASK in inspect.signature(inspect.unwrap(base_class(module).forward)).parameters
 
 
-def _own_attention(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _own_attention(layer: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module]]:
     """Innermost attention modules of a layer none of whose modules calls transformers' attention interface."""
     if any(is_attention(module) for module in layer.modules()):
         return
-    for name, module in layer.named_modules():
-        if name and attends(module) and not any(attends(x) for x in module.modules() if x is not module):
+    attention = [(name, module) for name, module in layer.named_modules() if name and attends(module, config)]
+    for name, module in attention:
+        if not any(other is not module and any(x is other for x in module.modules()) for _, other in attention):
             yield name, module
 
 

@@ -95,7 +95,7 @@ def _site(name: str, module: nn.Module, call: SkeletonCall | None, config: Any) 
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
         if any(shape[:2] != (1, call.tokens) for shape in shapes):
             raise CaptureError(f"{known} is given {argument}, which is not known to be of tokens")
-    if attends(module):
+    if attends(module, config):
         return _attention_site(name, module, call, config)
     kind = call.mask_kind.removesuffix(UNSEEN)
     masked = _reads(inspect.unwrap(cls.forward), _MASK)
