@@ -50,6 +50,8 @@ TYPES = (
     "zamba2",
 )
 UNMASKED = "recurrent_gemma"
+QUICK = ("jamba", "kimi_linear", "lfm2", "qwen3_next", UNMASKED)  # a kind of state each, and every way to be called
+TYPES_QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TYPES]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,7 +104,7 @@ def assert_shared(model: nn.Module, plain: nn.Module, batch: Batch, times: int =
 
 
 @pytest.mark.parametrize("style", ["right", "left", "trl"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", TYPES_QUICK_FIRST)
 def test_padding(model_type: str, style: str) -> None:
     """Depth 3, ragged, every padding; a type that is not told of padding shares only what is padded on the right."""
     batch = padded(rollout(depth=3), style)
@@ -118,7 +120,7 @@ def test_padding(model_type: str, style: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", TYPES_QUICK_FIRST)
 def test_checkpointing_changes_no_bit(model_type: str, reentrant: bool) -> None:
     """No mode keeps float64 where backward computes anew; equal to the last bit is more than equal to rounding."""
     batch = padded(rollout(depth=2), "trl" if model_type != UNMASKED else "right")

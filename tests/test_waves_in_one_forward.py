@@ -52,7 +52,10 @@ def in_parts(model: nn.Module, tokens: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", [name for name in MODELS if name in families.FAMILIES])
-@pytest.mark.parametrize(("depth", "tokens"), [(2, 1), (2, 16), (3, 1), (3, 20)])
+@pytest.mark.parametrize(
+    ("depth", "tokens"),
+    [pytest.param(2, 1, marks=pytest.mark.slow), (2, 16), pytest.param(3, 1, marks=pytest.mark.slow), (3, 20)],
+)
 def test_equals_the_unmodified_model(family: str, depth: int, tokens: int, parts: list[Any]) -> None:
     exact = family in ("llama", "mistral")
     plain = families.without_upcasts(family) if exact else families.build(family, torch.float64)
