@@ -8,7 +8,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
-# Tests run side by side, a file on one worker; more workers than cores would starve those that spawn ranks.
+# Tests run side by side, a file on one worker, a thread each; more workers than cores would starve those that spawn ranks.
 WORKERS ?= 2
 
 VENV := .venv
@@ -23,10 +23,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/grpo_trl.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "" $(ARGS)
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .
