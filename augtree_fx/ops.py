@@ -205,10 +205,6 @@ _define(
 torch.library.register_autograd("augtree::prefill_attention", _prefill_grad, setup_context=_save_prefill)
 
 
-def _joined(prompt: Tensor, own: Tensor) -> Tensor:
-    return torch.cat([prompt, own])
-
-
 def _wave(
     q: Tensor,
     k: Tensor,
@@ -223,7 +219,7 @@ def _wave(
     sinks: Tensor | None,
     *spec: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _replay(q, _joined(prompt_k, k), _joined(prompt_v, v), segments, cu_seqlens, kv_index, sinks, *spec)
+    return _replay(q, torch.cat([prompt_k, k]), torch.cat([prompt_v, v]), segments, cu_seqlens, kv_index, sinks, *spec)
 
 
 def _wave_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -246,7 +242,7 @@ def _wave_backward(
     sinks: Tensor | None,
     *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    keys, values, wide = _joined(prompt_k, k), _joined(prompt_v, v), accumulation_dtype(q.dtype)
+    keys, values, wide = torch.cat([prompt_k, k]), torch.cat([prompt_v, v]), accumulation_dtype(q.dtype)
     dq, dk, dv, dsinks = _replay_backward(
         dout, dlse, q, keys, values, out, lse, segments, cu_seqlens, kv_index, sinks, *spec
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from augtree_fx.layout import TreeLayout
-from augtree_fx.trie import IntArray
+from augtree_fx.trie import IntArray, TrieNode, levels_of
 from augtree_fx.waves import check_max_tokens
 
 
@@ -61,16 +61,9 @@ def split_prompts(layout: TreeLayout, longest: int) -> tuple[TreeLayout, IntArra
 
 
 def _level_major(parent: IntArray) -> list[int]:
-    """Nodes level by level, ordered by parent, siblings with children first, as a layout has them."""
-    children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
-    for node, above in enumerate(parent.tolist()):
-        children[above].append(node)  # the last list is for "no parent", -1
-    order, frontier = [], _parents_first(children[-1], children)
-    while frontier:
-        order += frontier
-        frontier = [child for node in frontier for child in _parents_first(children[node], children)]
-    return order
-
-
-def _parents_first(nodes: list[int], children: list[list[int]]) -> list[int]:
-    return sorted(nodes, key=lambda node: not children[node])
+    """Nodes in the order of a layout, by their parents."""
+    root = TrieNode(0, 0, row=-1)
+    nodes = [TrieNode(0, 0, row=number) for number in range(len(parent))]
+    for node, above in zip(nodes, parent.tolist(), strict=True):
+        (nodes[above] if above >= 0 else root).children.append(node)
+    return [node.row for level in levels_of(root) for node in level]

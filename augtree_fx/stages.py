@@ -133,6 +133,7 @@ class StageRunner:
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
     _entered: tuple[str, bool, torch.dtype] | None = None
     _with_gradient: int = 0
+    _sharded: list[nn.Module] = field(default_factory=list)
 
     def begin(self) -> None:
         """Put the parameters' gradients aside.
@@ -148,6 +149,7 @@ class StageRunner:
             )
         refuse_waves(self.stack, self.state, self.layout)
         self.state.in_waves, self.with_grad = True, torch.is_grad_enabled()
+        self._sharded = _sharded_around(self.model, self.stack)
         self._saved = [(p, p._version, p.grad) for p in self.model.parameters() if p.requires_grad]
         for parameter, _, _ in self._saved:
             parameter.grad = None
@@ -205,9 +207,8 @@ class StageRunner:
         kept.full = True
         (self.outputs,) = hidden.outputs
         found = hidden.found[0]
-        sharded = _sharded_around(self.model, self.stack)
-        if sharded and found.requires_grad:
-            found.register_hook(lambda _: _gather_parameters(sharded))
+        if self._sharded and found.requires_grad:
+            found.register_hook(lambda _: _gather_parameters(self._sharded))
         return found[0], kept.items
 
     def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:

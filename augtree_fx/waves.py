@@ -78,7 +78,8 @@ def plan_waves(layout: TreeLayout, max_tokens: int | None, kept: IntArray | None
 def _stage(nodes: list[int], units: list[int], children: list[list[int]], subtree: IntArray, limit: int) -> Stage:
     too_large = [unit for unit in units if children[unit] and subtree[unit] > limit]
     stage = Stage(np.array(nodes, dtype=np.int64))
-    small = [unit for unit in units if unit not in set(too_large)]
+    large = set(too_large)
+    small = [unit for unit in units if unit not in large]
     for members in _fill(small, subtree, limit):
         stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
     stage.inner = [_stage([unit], children[unit], children, subtree, limit) for unit in too_large]
