@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 import vision_models
-from families import Batch, Result, errors, objective, one_thread, padded, rollout
+from families import Batch, Result, errors, one_thread, padded, rollout
+from tiny_models import build, result, shared, state_of, with_gradients
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortConv
 
 import augtree_fx
 from augtree_fx import CostModel, TreeLayout
-from augtree_fx.coverage import tiny
 from augtree_fx.coverage.overrides import OVERRIDES
 from augtree_fx.coverage.precision import KeepFloat64
-from augtree_fx.transforms import find_stack, packing
-from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms import packing
 from augtree_fx.transforms.layer_masks import OtherMask, check_recurrent
 from augtree_fx.transforms.packing import make_context
 from augtree_fx.transforms.path_rows import PathRows, path_rows, run_rows
@@ -58,35 +57,6 @@ TYPES_QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.ma
 def single_threaded() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def build(model_type: str) -> nn.Module:
-    if model_type not in tiny.model_types():
-        pytest.skip("this transformers does not have it")
-    return tiny.build(model_type, "eager").double()
-
-
-def shared(model: nn.Module) -> nn.Module:
-    return augtree_fx.transform(model, costs=CostModel.free())
-
-
-def state_of(model: nn.Module) -> object:
-    return getattr(find_stack(model), STATE)
-
-
-def with_gradients(model: nn.Module, batch: Batch) -> Result:
-    """Logits at tokens and the gradient of every parameter; 0 of an expert that no token chose."""
-    model.zero_grad()
-    logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
-    objective(logits, batch.tokens).backward()
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in model.named_parameters()}
-    model.zero_grad()
-    return Result([row.detach() for row in logits], gradients)
-
-
-def result(model: nn.Module, batch: Batch) -> Result:
-    with KeepFloat64():
-        return with_gradients(model, batch)
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import Batch, Result, errors, objective, one_thread, padded, rollout
-from torch import Tensor, nn
+from families import Result, errors, one_thread, padded, rollout
+from tiny_models import build, result, shared, state_of, with_gradients
+from torch import Tensor
 
 import augtree_fx
-from augtree_fx import CostModel, TreeLayout
+from augtree_fx import TreeLayout
 from augtree_fx.coverage import overrides, tiny
 from augtree_fx.coverage.check import EXACT, check
-from augtree_fx.coverage.precision import KeepFloat64
 from augtree_fx.transforms import find_stack, is_installed
-from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.row_masks import BuiltMask
 
 # Float64 throughout; measured 1e-13. A key too many, or one of another row, shows at 1e-3.
@@ -50,35 +49,6 @@ TYPES_QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.ma
 def single_threaded() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def build(model_type: str, attention: str = "eager") -> nn.Module:
-    if model_type not in tiny.model_types():
-        pytest.skip("this transformers does not have it")
-    return tiny.build(model_type, attention).double()
-
-
-def shared(model: nn.Module) -> nn.Module:
-    return augtree_fx.transform(model, costs=CostModel.free())
-
-
-def state_of(model: nn.Module) -> object:
-    return getattr(find_stack(model), STATE)
-
-
-def with_gradients(model: nn.Module, batch: Batch) -> Result:
-    """Logits at tokens and the gradient of every parameter; 0 of one that takes none."""
-    model.zero_grad()
-    logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
-    objective(logits, batch.tokens).backward()
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in model.named_parameters()}
-    model.zero_grad()
-    return Result([row.detach() for row in logits], gradients)
-
-
-def result(model: nn.Module, batch: Batch) -> Result:
-    with KeepFloat64():
-        return with_gradients(model, batch)
 
 
 def differing(got: Result, expected: Result) -> dict[str, float]:
