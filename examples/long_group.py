@@ -141,9 +141,12 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
     if given.form != "unmodified":
         augtree_fx.transform(model)
     group = Group.draw(given)
-    small = Group(group.prompt[:16], group.responses[:2, :4], group.advantages[:2])
-    step_on_rows(model, small)  # what kernels and libraries take at their first use is no part of the step
+    # What kernels and libraries take at their first use is no part of the step; they are other ones for short pieces.
+    small = Group(group.prompt[: given.prompt // 4], group.responses[:2, : given.response // 4], group.advantages[:2])
+    step_in_waves(model, small, given.wave) if given.form == "waves" else step_on_rows(model, small)
     model.zero_grad()
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
     limit_memory(given.device, given.budget)
     trace = MemoryTrace(given.device)
     trace.start()
@@ -203,7 +206,7 @@ def draw(results: list[dict[str, Any]], given: argparse.Namespace) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("GiB beyond the weights")
     axes.set_title(f"{given.branches} x {given.response:,} tokens on a prompt of {given.prompt:,}", fontsize=10)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(FORMS))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(given.picture, dpi=160, bbox_inches="tight")
 

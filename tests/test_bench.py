@@ -20,7 +20,7 @@ from torch import Tensor
 
 from augtree_fx import tree_attention
 from augtree_fx.__main__ import COMMANDS, main
-from augtree_fx.examples.bench import grpo, models, rivals, timing
+from augtree_fx.examples.bench import grpo, grpo_waves, models, rivals, timing
 from augtree_fx.examples.bench.shapes import Shape, parse_shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,6 +296,41 @@ def test_out_of_memory_of_ours_is_no_failure_of_the_gate(
     status, printed, figures = run([*STEP, "--checkpointing", "off"], tmp_path / "s.json", capsys)
     assert status == 0 and "augtree, auto: out of memory" in printed
     assert [row["reason"] for row in figures["cases"][0]["rows"]] == ["out of memory"]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_waves_are_a_contender_and_lead_where_one_forward_does_not_fit(
+    fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = grpo.update
+
+    def one_row_fits(model: Any, batch: grpo.Batch, rows: int) -> tuple[Tensor, Tensor]:
+        if rows > 1 and not fits:
+            raise torch.OutOfMemoryError("Tried to allocate 1 TiB")
+        return right(model, batch, rows)
+
+    monkeypatch.setattr(grpo, "update", one_row_fits)
+    arguments = [*STEP, "--checkpointing", "on", "--baseline-kernel", "sdpa", "--skip", "one-forward"]
+    status, printed, figures = run([*arguments, "--wave-tokens", "8"], tmp_path / "s.json", capsys)
+    (case,) = figures["cases"]
+    once, waves, micro = case["rows"]
+    assert status == 0 and waves["passed"] and micro["passed"], printed
+    assert waves["work"] == {"tokens": 48 + 24, "pairs": Shape(48, 3, 8).tree_pairs, "scored": 24}
+    lead = once if fits else waves
+    assert micro["ratio"] == pytest.approx(micro["time"]["median_ms"] / lead["time"]["median_ms"])
+    assert ("ratio" in waves) == fits and case["speedup"]["over"] == micro["name"]
+    assert (once["reason"] is None) == fits and "augtree, waves of 8, auto" in printed
+
+
+def test_a_wave_that_misses_its_gradient_fails_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = grpo_waves.clipped_loss
+    monkeypatch.setattr(grpo_waves, "clipped_loss", lambda *given: 0.5 * right(*given))
+    arguments = [*STEP, "--checkpointing", "on", "--baseline-kernel", "sdpa", "--wave-tokens", "8"]
+    status, printed, figures = run(arguments, tmp_path / "s.json", capsys)
+    waves = figures["cases"][0]["rows"][1]
+    assert status == 1 and waves["passed"] is False and "parity failed" in printed
 
 
 def test_step_without_sharing_or_package_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,15 @@ def assert_same_step(model: nn.Module, plain: nn.Module, logits: Tensor, ids: Te
         assert (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
 
 
-@pytest.mark.parametrize("make", [llama, windowed])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("make", "checkpointing"),
+    [
+        (llama, True),
+        (windowed, False),
+        pytest.param(llama, False, marks=pytest.mark.slow),
+        pytest.param(windowed, True, marks=pytest.mark.slow),
+    ],
+)
 def test_one_graph_a_bucket_over_random_batches(make: Any, checkpointing: bool) -> None:
     """200 batches, forward and backward, one graph each: as many compilations as buckets."""
     plain = make()

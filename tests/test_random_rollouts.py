@@ -96,7 +96,7 @@ def run(num_examples: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_some_random_rollouts(name: str) -> None:
-    run(200, name)
+    run(100, name)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ its rounding: 2^-24 a term, some hundred terms, divided by gradients a hundredth
 from __future__ import annotations
 
 import copy
-import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,15 +163,17 @@ def test_one_wave_is_alive_at_a_time(gradients: bool) -> None:
         model = families.without_upcasts("llama")
         width = model.config.intermediate_size
         augtree_fx.transform(model, costs=FREE, max_wave_tokens=8)
-        alive, most = set(), 0
+        seen: list[weakref.ref[Tensor]] = []  # they live as long as a graph has saved them
+        most = 0
 
-        def watch(module: nn.Module, arguments: Any, output: Tensor) -> None:
+        def watch(module: nn.Module, arguments: tuple[Tensor]) -> None:
             nonlocal most
-            alive.add(output.data_ptr())
-            most = max(most, sum(isinstance(x, Tensor) and x.shape[-2:] == (8, width) for x in gc.get_objects()))
+            if arguments[0].shape[-2:] == (8, width):
+                seen.append(weakref.ref(arguments[0]))
+            most = max(most, sum(reference() is not None for reference in seen))
 
         for layer in model.model.layers:
-            layer.mlp.down_proj.register_forward_pre_hook(lambda module, given: watch(module, given, given[0]))
+            layer.mlp.down_proj.register_forward_pre_hook(watch)
         prompt = torch.arange(3, 20)
         rows = [[prompt, torch.full((8,), 20 + number)] for number in range(branches)]
         batch = padded(rows, "right")

@@ -113,6 +113,10 @@ def add_step(commands: argparse._SubParsersAction) -> None:
         "--kernel", choices=kernels.NAMES, default="auto", help="of the transformed model; default auto"
     )
     parser.add_argument(
+        "--wave-tokens", type=_number, metavar="T",
+        help="also run the transformed model in waves of T packed tokens, and say what its peak of memory is made of",
+    )  # fmt: skip
+    parser.add_argument(
         "--baseline-kernel", choices=["sdpa", *kernels.KERNELS], action="append",
         help="of the unmodified model; may be given several times, the first one counts for the share of the ceiling; "
         "default: the fastest one that is installed for variable-length rows, and sdpa",
@@ -183,6 +187,7 @@ def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         checkpointing=[word == "on" for word in given.checkpointing],
         shapes=shapes,
         layers=given.layers, dtype=dtype, device=device, repeats=given.repeats, kernel=given.kernel,
+        wave_tokens=given.wave_tokens,
         baseline_kernels=given.baseline_kernel or [best, "sdpa"],
         time_rows=given.time_rows, skip=given.skip, json=given.json,
     )  # fmt: skip

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import augtree_fx
-from augtree_fx.examples.bench import grpo, models, timing
+from augtree_fx.examples.bench import grpo, grpo_waves, models, timing
 from augtree_fx.examples.bench.grpo import Batch, Outcome
 from augtree_fx.examples.bench.models import Work
 from augtree_fx.examples.bench.shapes import Shape
@@ -36,6 +37,7 @@ TOLERANCE = {
 # However much rounding is measured, no more passes: a wrong baseline is no measure of rounding.
 MOST = {torch.bfloat16: 2e-1, torch.float16: 1e-1, torch.float32: 1e-3, torch.float64: 1e-4}
 OURS = "augtree"
+WAVES = "waves"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Options:
     device: torch.device
     repeats: int
     kernel: str
+    wave_tokens: int | None
     baseline_kernels: list[str]
     time_rows: int | None
     skip: list[str]
@@ -65,25 +68,30 @@ class Contender:
     """One way to run the step.
 
     Attributes:
-        key: ``"augtree"``, ``"one-forward"`` or ``"micro-batch"``.
+        key: ``"augtree"``, ``"waves"``, ``"one-forward"`` or ``"micro-batch"``.
         kernel: of its attention.
         timed_rows: how many rows a micro-batched run times, the rest being as long; all of them otherwise.
         num_rows: rows of the batch.
+        wave_tokens: packed tokens of a wave.
     """
 
     key: str
     kernel: str
     timed_rows: int
     num_rows: int
+    wave_tokens: int | None = None
 
     @property
-    def rows_at_a_time(self) -> int:
-        return 1 if self.key == "micro-batch" else self.num_rows
+    def transformed(self) -> bool:
+        """Whether it is ours."""
+        return self.key in (OURS, WAVES)
 
     @property
     def name(self) -> str:
         if self.key == OURS:
             return f"augtree, {self.kernel}"
+        if self.key == WAVES:
+            return f"augtree, waves of {self.wave_tokens}, {self.kernel}"
         if self.key == "one-forward":
             return f"no reuse, {self.kernel}"
         timed = f" ({self.timed_rows} of {self.num_rows} rows timed)" if self.timed_rows < self.num_rows else ""
@@ -115,6 +123,8 @@ def of(options: Options, shape: Shape) -> list[Contender]:
     """The contenders of a shape: ours first, then no reuse with each kernel."""
     rows = shape.branches
     found = [Contender(OURS, options.kernel, rows, rows)]
+    if options.wave_tokens is not None:
+        found.append(Contender(WAVES, options.kernel, rows, rows, options.wave_tokens))
     for kernel in options.baseline_kernels:
         found.append(Contender("one-forward", kernel, rows, rows))
         found.append(Contender("micro-batch", kernel, options.timed_rows(shape), rows))
@@ -124,7 +134,7 @@ def of(options: Options, shape: Shape) -> list[Contender]:
 @contextmanager
 def prepared(model: Any, contender: Contender) -> Iterator[None]:
     """The model as a contender runs it: transformed for the time being, or with a kernel for its rows."""
-    if contender.key != OURS:
+    if not contender.transformed:
         models.use_rows_kernel(model, contender.kernel)
         yield
         return
@@ -154,7 +164,7 @@ def rounding(case: Case) -> dict[str, Any]:
     check, found = case.batch.first(case.check_rows), []
     for kernel in (first, second):
         with prepared(case.model, Contender("micro-batch", kernel, case.check_rows, case.shape.branches)):
-            found.append(Outcome.of(case.model, check, 1))
+            found.append(Outcome.of(case.model, grpo.update(case.model, check, 1)))
     return {"kernels": [first, second], "differences": found[0].differences(found[1])}
 
 
@@ -175,11 +185,15 @@ def measure(
     Raises:
         RuntimeError: ours shared nothing.
     """
-    rows = contender.rows_at_a_time
     # Ours is checked on the whole batch that it is timed on, of which the others need to run the first rows only.
-    check = case.batch.only(case.check_rows) if contender.key == OURS else case.batch.first(case.check_rows)
-    outcome = Outcome.of(case.model, check, rows)
-    figures: dict[str, Any] = {"work": _work(case, contender)}
+    check = case.batch.only(case.check_rows) if contender.transformed else case.batch.first(case.check_rows)
+    memory = None
+    if contender.wave_tokens is None:
+        found = _update(case.model, check, contender)
+    else:
+        found, memory = grpo_waves.watched_update(case.model, check, contender.wave_tokens)
+    outcome = Outcome.of(case.model, found)
+    figures: dict[str, Any] = {"work": _work(case, contender), "memory": memory}
     if ours is not None:
         figures["differences"] = outcome.differences(ours)
         figures["passed"] = all(figures["differences"][name] <= bound for name, bound in bounds.items())
@@ -189,18 +203,25 @@ def measure(
     timing.reset_peak(case.options.device)
     warmups = int(len(timed.input_ids) != len(check.input_ids))  # else the check was one
     time = timing.measure(
-        lambda: grpo.update(case.model, timed, rows), case.options.repeats, case.options.device, warmups
+        lambda: _update(case.model, timed, contender), case.options.repeats, case.options.device, warmups
     )
     figures["time"] = time.times(contender.num_rows / contender.timed_rows)
     figures["peak_gib"] = timing.peak_gib(case.options.device)
     return figures, outcome
 
 
+def _update(model: Any, batch: Batch, contender: Contender) -> tuple[Tensor, Tensor]:
+    if contender.wave_tokens is not None:
+        return grpo_waves.update(model, batch, contender.wave_tokens)
+    return grpo.update(model, batch, 1 if contender.key == "micro-batch" else contender.num_rows)
+
+
 def _work(case: Case, contender: Contender) -> Work:
     """What a contender computes; ours as the layout of its batch says, after a check that it did share."""
-    if contender.key != OURS:
+    if not contender.transformed:
         return case.row_work
     found = augtree_fx.explain(case.model, input_ids=case.batch.input_ids)
-    if found.layout is None or not found.layout.shares or not found.num_shared:
+    shared = contender.key == WAVES or found.num_shared  # waves take an explicit layout, or raise
+    if found.layout is None or not found.layout.shares or not shared:
         raise RuntimeError(f"nothing was shared; original forwards: {found.fallbacks or 'sharing does not pay here'}")
     return Work(found.layout.num_tokens, found.layout.num_attention_pairs, case.batch.num_scored)

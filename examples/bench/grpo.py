@@ -105,10 +105,14 @@ def _score(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def grpo_loss(logps: Tensor, batch: Batch) -> Tensor:
     """Clipped policy loss, a mean over all response tokens of the batch."""
-    ratio = torch.exp(logps - batch.old_logps)
-    advantages = batch.advantages[:, None]
+    return clipped_loss(logps, batch.old_logps, batch.advantages[:, None], batch.num_scored)
+
+
+def clipped_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, num_scored: int) -> Tensor:
+    """Clipped policy loss of some tokens, as a part of a mean over ``num_scored``."""
+    ratio = torch.exp(logps - old_logps)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    return -gain.sum() / batch.num_scored
+    return -gain.sum() / num_scored
 
 
 def update(model: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
@@ -144,9 +148,9 @@ class Outcome:
     samples: dict[str, Tensor]
 
     @staticmethod
-    def of(model: Any, batch: Batch, rows: int) -> Outcome:
-        """Outcome of an `update`; samples are the attention and an MLP matrix of three layers."""
-        loss, logps = update(model, batch, rows)
+    def of(model: Any, found: tuple[Tensor, Tensor]) -> Outcome:
+        """Outcome of an update that returned ``found``; samples are attention and an MLP matrix of three layers."""
+        loss, logps = found
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         norms = [
             torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))

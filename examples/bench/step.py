@@ -62,7 +62,8 @@ def _race(
     for contender in contenders.of(options, shape):
         model.zero_grad(set_to_none=True)
         timing.free_memory(options.device)
-        row: dict[str, Any] = {"name": contender.name, **vars(contender), "passed": None, "reason": None}
+        row: dict[str, Any] = {"name": contender.name, "transformed": contender.transformed, **vars(contender)}
+        row |= {"passed": None, "reason": None}
         kept["rows"].append(row)
         try:
             case = case or Case(model, contenders.draw_batch(model, shape, options), shape, checkpointing, options)
@@ -77,7 +78,7 @@ def _race(
         if case is not None and ours is not None:
             conclude(kept, case, results.figures["ceiling_tflops"])
         results.save()
-        if ours is None:
+        if ours is None and not (contender.key == OURS and options.wave_tokens):
             break  # there is nothing to compare with
 
 
@@ -93,7 +94,8 @@ def _bounds(case: Case, kept: dict[str, Any]) -> dict[str, float]:
 
 def conclude(kept: dict[str, Any], case: Case, ceiling: float) -> None:
     """Add what follows from the rows so far: MFU, how much faster ours is, and its share of what the FLOPs allow."""
-    ours, *others = kept["rows"]
+    ours = next(row for row in kept["rows"] if "work" in row)
+    others = [row for row in kept["rows"] if not row["transformed"]]
     verdicts = {row["passed"] for row in others} - {None}
     ours["passed"] = True if True in verdicts else (False if verdicts else None)
     executed = [work.executed_flop(case.model, case.checkpointing) for work in (case.row_work, ours["work"])]
@@ -104,7 +106,7 @@ def conclude(kept: dict[str, Any], case: Case, ceiling: float) -> None:
         row["mfu"] = row["work"].model_flop(case.model) / 1e9 / row["time"].median_ms / ceiling
         if row is not ours and ours["passed"]:
             row["ratio"] = row["time"].median_ms / ours["time"].median_ms
-            row["of_flop_ceiling"] = row["ratio"] / kept["flop_ceiling"]
+            row["of_flop_ceiling"] = None if row["transformed"] else row["ratio"] / kept["flop_ceiling"]
     # The same kernel, all rows in one forward; one row at a time where that is out of memory.
     first = [row for row in others if row["kernel"] == case.options.baseline_kernels[0] and "ratio" in row]
     if first:
@@ -132,6 +134,7 @@ def table(kept: dict[str, Any]) -> str:
     if "differences" in kept.get("rounding", {}):
         differences = " ".join(f"{value:.1e}" for value in kept["rounding"]["differences"].values())
         reasons.append(f"no reuse, {' against '.join(kept['rounding']['kernels'])}, rounding alone: {differences}")
+    reasons += [f"{row['name']}: {row['memory']}" for row in kept["rows"] if row.get("memory") and row["passed"]]
     lines = [_line(row) for row in kept["rows"]]
     return "\n".join([head, tabulate(lines, headers=headers, disable_numparse=True), *reasons])
 
@@ -142,8 +145,9 @@ def _line(row: dict[str, Any]) -> list[str]:
         state = "did not run" if row["passed"] is None else "parity failed"
         return [row["name"], state, "", "", "", "", "", differences]
     peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-    faster, share = (f"{row['ratio']:.2f}x", f"{row['of_flop_ceiling']:.2f}") if "ratio" in row else ("-", "-")
-    if row["key"] == OURS and row["passed"] is None:
+    faster = f"{row['ratio']:.2f}x" if "ratio" in row else "-"
+    share = f"{row['of_flop_ceiling']:.2f}" if row.get("of_flop_ceiling") else "-"
+    if row["transformed"] and row["passed"] is None:
         differences = "not checked: nothing ran without reuse"
     return [
         row["name"],
