@@ -191,16 +191,16 @@ def build_tables(layout: TreeLayout, window: Span, first_node: int = 0) -> Atten
     longest = int((layout.path_start + layout.length).max()) if layout.num_nodes else 0
     if window is not None and window < longest:
         index, segments = _windowed_segments(layout, window, first_node)
-        return _to_tensors(_split_calls(segments, causal=True), layout.device, index)
+        return tables_of(split_calls(segments, causal=True), layout.device, index)
     bounds, before = layout.offset[first_node:].tolist(), int(layout.offset[first_node])
     own = [
         Segment(first - before, last - before, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)
     ]
-    calls = _split_calls(own, causal=True)
+    calls = split_calls(own, causal=True)
     for lower in range(1, layout.num_levels):
         for upper in range(lower):
-            calls += _split_calls(_ancestor_segments(layout, upper, lower, first_node), causal=False)
-    return _to_tensors(calls, layout.device, None)
+            calls += split_calls(_ancestor_segments(layout, upper, lower, first_node), causal=False)
+    return tables_of(calls, layout.device, None)
 
 
 def _ancestor_segments(layout: TreeLayout, upper: int, lower: int, first_node: int) -> list[Segment]:
@@ -229,7 +229,7 @@ def _windowed_segments(layout: TreeLayout, window: int, first_node: int) -> tupl
     """Keys of each node preceded by what the window reaches of its ancestors, gathered into one run per node."""
     index, segments, num_keys, before = [], [], 0, int(layout.offset[first_node])
     for node in range(first_node, layout.num_nodes):
-        gathered = _path_end(layout, node, min(window - 1, int(layout.path_start[node])))
+        gathered = path_end(layout, node, min(window - 1, int(layout.path_start[node])))
         index.append(gathered)
         first, last = int(layout.offset[node]) - before, int(layout.offset[node + 1]) - before
         segments.append(Segment(first, last, num_keys, num_keys + len(gathered)))
@@ -237,7 +237,7 @@ def _windowed_segments(layout: TreeLayout, window: int, first_node: int) -> tupl
     return np.concatenate(index), segments
 
 
-def _path_end(layout: TreeLayout, node: int, reach: int) -> np.ndarray:
+def path_end(layout: TreeLayout, node: int, reach: int) -> np.ndarray:
     """Packed tokens of a node after those of the last ``reach`` tokens of its ancestors."""
     keys = [np.arange(layout.offset[node], layout.offset[node + 1])]
     ancestor = int(layout.parent[node])
@@ -259,17 +259,17 @@ def _chunked_tables(layout: TreeLayout, size: int, first_node: int) -> Attention
     for node in range(first_node, layout.num_nodes):
         start, length, offset = (int(x[node]) for x in (layout.path_start, layout.length, layout.offset))
         first = start - start % size  # where the chunk of the node's first token starts
-        path = _path_end(layout, node, start - first)
+        path = path_end(layout, node, start - first)
         for begin in range(first, start + length, size):
             end = min(begin + size, start + length)
             index.append(path[begin - first : end - first])
             query = offset - before + max(begin, start) - start
             segments.append(Segment(query, offset - before + end - start, num_keys, num_keys + end - begin))
             num_keys += end - begin
-    return _to_tensors(_split_calls(segments, causal=True), layout.device, np.concatenate(index))
+    return tables_of(split_calls(segments, causal=True), layout.device, np.concatenate(index))
 
 
-def _split_calls(segments: Iterable[Segment], *, causal: bool) -> list[tuple[bool, list[Segment]]]:
+def split_calls(segments: Iterable[Segment], *, causal: bool) -> list[tuple[bool, list[Segment]]]:
     """Runs of neighbouring small segments; large ones alone; a gap in queries or keys starts a new run."""
     calls: list[tuple[bool, list[Segment]]] = []
     run_open = False
@@ -286,7 +286,7 @@ def _split_calls(segments: Iterable[Segment], *, causal: bool) -> list[tuple[boo
     return calls
 
 
-def _to_tensors(
+def tables_of(
     calls: Sequence[tuple[bool, list[Segment]]], device: torch.device, kv_index: np.ndarray | None
 ) -> AttentionTables:
     rows = [

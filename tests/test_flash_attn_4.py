@@ -267,13 +267,13 @@ def test_gradients_have_their_places_before_the_first_call(
 ) -> None:
     """Calls run side by side: memory that one is done with must not become another's place while it still runs."""
 
-    def place(total: tree_attention._Sum, number: int) -> Tensor:
+    def place(total: tree_attention.Sum, number: int) -> Tensor:
         launched.append(len(launches))
         return original(total, number)
 
     launched: list[int] = []
-    original = tree_attention._Sum.place
-    monkeypatch.setattr(tree_attention._Sum, "place", place)
+    original = tree_attention.Sum.place
+    monkeypatch.setattr(tree_attention.Sum, "place", place)
     layout = layout_of(deep_batch(1))
     (q, k, v), calls, spec = plain(layout), calls_of(layout), AttentionSpec(0.125)
     out, lse = torch.randn_like(q), torch.randn(q.shape[1], len(q))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from augtree_fx import streams as streams_module
 from augtree_fx.streams import Lanes
-from augtree_fx.tree_attention import _Sum
+from augtree_fx.tree_attention import Sum
 
 ROWS, WIDTH = 12, (2, 4)
 
@@ -61,15 +61,15 @@ def summed(
 ) -> Summed:
     """Sum of random pieces; those for which ``in_place`` says so are written where the sum wants them."""
     torch.manual_seed(len(ranges))
-    total = _Sum(torch.empty(ROWS, *WIDTH, dtype=dtype), [slice(*bounds) for bounds in ranges])
+    total = Sum(torch.empty(ROWS, *WIDTH, dtype=dtype), [slice(*bounds) for bounds in ranges])
     truth, there = torch.zeros(ROWS, *WIDTH, dtype=torch.float64), []
     for number, (begin, end) in enumerate(ranges):
         piece = numbers(end - begin).to(dtype).to(given_dtype or dtype)
         truth[begin:end] += piece.double()
-        place = total.place(number)
+        place = total.place(0)
         assert place.shape == piece.shape and place.dtype == dtype
         there.append(place.untyped_storage().data_ptr() == total._result.untyped_storage().data_ptr())
-        total.put(number, place.copy_(piece) if in_place(number) else piece)
+        total.add(place.copy_(piece) if in_place(number) else piece)
     result = total.total(index, size)
     if index is not None:
         truth = torch.zeros(size, *WIDTH, dtype=torch.float64).index_add_(0, index, truth)
@@ -147,10 +147,10 @@ def test_two_narrow_pieces_round_once() -> None:
     """1 + 2^-8 is halfway between two numbers of bfloat16, of which it takes the even one; a third piece decides."""
     half = 2.0**-8
     for values, expected in (((1.0, half), 1.0), ((1.0, half * 1.5), 1 + 2 * half), ((1.0, half, half), 1 + 2 * half)):
-        total = _Sum(torch.empty(1, dtype=torch.bfloat16), [slice(0, 1)] * len(values))
-        for number, value in enumerate(values):
-            total.put(number, total.place(number).fill_(value))
-        assert total.total(None, 1).item() == expected
+        total = Sum(torch.empty(1, dtype=torch.bfloat16), [slice(0, 1)] * len(values))
+        for value in values:
+            total.add(total.place(0).fill_(value))
+        assert total.total().item() == expected
 
 
 def test_lanes_on_the_cpu_do_nothing() -> None:

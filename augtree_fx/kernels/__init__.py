@@ -8,6 +8,7 @@ segments, FlashAttention-2, the CPU's flash, and the reference, which runs every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -96,7 +97,7 @@ def why_not_whole_tree(
     return reason
 
 
-def all_write_into(q: Tensor, v: Tensor, calls: Calls, spec: AttentionSpec, requested: str) -> bool:
+def all_write_into(q: Tensor, v: Tensor, calls: Sequence[AttentionCall], spec: AttentionSpec, requested: str) -> bool:
     """Whether every call runs on a kernel that fills tensors it is given, and so makes none of its own."""
     chosen = (choose(Problem.of(q, v, call, spec), requested).name for call in calls)
     return all(getattr(KERNELS[name], "WRITES_INTO", False) for name in chosen)
