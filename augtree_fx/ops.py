@@ -24,10 +24,10 @@ _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 # The tables say on the host which launches an attention op makes. A CUDA graph would keep those of the batch it was
 # recorded with: Inductor is told to leave the op between its graphs, as it runs host code.
-_READS_HOST_TABLES = (torch.Tag.cudagraph_unsafe,)
+READS_HOST_TABLES = (torch.Tag.cudagraph_unsafe,)
 
 
-def _define(
+def define(
     name: str,
     schema: str,
     implementation: Callable[..., Any],
@@ -46,7 +46,7 @@ def _no_second_derivative(ctx: Any, *_: Any) -> Any:
     )
 
 
-def _differentiable_once(name: str) -> None:
+def differentiable_once(name: str) -> None:
     """Let a backward op run under ``create_graph=True``; only going through it again is refused."""
     torch.library.register_autograd(f"augtree::{name}", _no_second_derivative, setup_context=lambda *_, **__: None)
 
@@ -150,23 +150,23 @@ def _replay_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Te
     return dq, dk, dv, None, None, None, None if sinks is None else dsinks, None, None, None, None
 
 
-_define(
+define(
     "replay_attention",
     f"(Tensor q, Tensor k, Tensor v, {_TABLES}, Tensor? sinks, {_SPEC}) -> (Tensor out, Tensor lse)",
     _replay,
     _replay_fake,
-    _READS_HOST_TABLES,
+    READS_HOST_TABLES,
 )
-_define(
+define(
     "replay_attention_backward",
     f"(Tensor dout, Tensor? dlse, {_SAVED}, {_TABLES}, Tensor? sinks, {_SPEC}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _replay_backward,
     _replay_backward_fake,
-    _READS_HOST_TABLES,
+    READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::replay_attention", _replay_grad, setup_context=_save_replay)
-_differentiable_once("replay_attention_backward")
+differentiable_once("replay_attention_backward")
 
 
 def _prefill(
@@ -194,13 +194,13 @@ def _prefill_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[T
     return dq, dk, dv, None, None, dsinks, *spec
 
 
-_define(
+define(
     "prefill_attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor cu_seqlens, Tensor? sinks, {_SPEC}) "
     "-> (Tensor out, Tensor lse)",
     _prefill,
     _replay_fake,
-    _READS_HOST_TABLES,
+    READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::prefill_attention", _prefill_grad, setup_context=_save_prefill)
 
@@ -294,24 +294,24 @@ def _wave_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 # Queries and keys of one wave on top of the prompts' keys. These carry no gradient themselves: their handles do, which
 # are never read, of a wide dtype and so may lie on one element. Autograd adds up handles' gradients over waves in it.
 _PROMPT = "Tensor prompt_k, Tensor prompt_v"
-_define(
+define(
     "wave_attention",
     f"(Tensor q, Tensor k, Tensor v, {_PROMPT}, Tensor k_handle, Tensor v_handle, {_TABLES}, Tensor? sinks, {_SPEC}) "
     "-> (Tensor out, Tensor lse)",
     _wave,
     _wave_fake,
-    _READS_HOST_TABLES,
+    READS_HOST_TABLES,
 )
-_define(
+define(
     "wave_attention_backward",
     f"(Tensor dout, Tensor? dlse, {_SAVED}, {_PROMPT}, {_TABLES}, Tensor? sinks, {_SPEC}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_prompt, Tensor dv_prompt, Tensor dsinks)",
     _wave_backward,
     _wave_backward_fake,
-    _READS_HOST_TABLES,
+    READS_HOST_TABLES,
 )
 torch.library.register_autograd("augtree::wave_attention", _wave_grad, setup_context=_save_wave)
-_differentiable_once("wave_attention_backward")
+differentiable_once("wave_attention_backward")
 
 
 def _merge_fake(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -363,13 +363,13 @@ def _merge_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any
     return douts, dlses, None if sinks is None else dsinks
 
 
-_define(
+define(
     "partial_softmax",
     "(Tensor[] outs, Tensor[] lses, Tensor? sinks) -> (Tensor out, Tensor lse)",
     _merge,
     _merge_fake,
 )
-_define(
+define(
     "partial_softmax_backward",
     "(Tensor dout, Tensor? dlse, Tensor[] outs, Tensor[] lses, Tensor? sinks, Tensor out, Tensor lse) "
     "-> (Tensor[] douts, Tensor[] dlses, Tensor dsinks)",
@@ -377,7 +377,7 @@ _define(
     _merge_backward_fake,
 )
 torch.library.register_autograd("augtree::partial_softmax", _merge_grad, setup_context=_save_merge)
-_differentiable_once("partial_softmax_backward")
+differentiable_once("partial_softmax_backward")
 
 
 _COLLECTED_SLOTS = 1 << 15
@@ -425,7 +425,7 @@ def _spread_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 # What the caller sees: slot i shows packed token index[i], or zeros where index[i] is -1 (padding). The gradient of a
 # token is the sum over its slots: branch points and prompts get the gradients of all their branches.
-_define("show_slots", "(Tensor packed, Tensor index) -> Tensor", _spread, _spread_fake)
-_define("collect_slots", "(Tensor slots, Tensor index, SymInt num_tokens) -> Tensor", _collect, _collect_fake)
+define("show_slots", "(Tensor packed, Tensor index) -> Tensor", _spread, _spread_fake)
+define("collect_slots", "(Tensor slots, Tensor index, SymInt num_tokens) -> Tensor", _collect, _collect_fake)
 torch.library.register_autograd("augtree::show_slots", _spread_grad, setup_context=_save_spread)
 torch.library.register_autograd("augtree::collect_slots", _collect_grad, setup_context=_save_collect)

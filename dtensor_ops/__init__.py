@@ -1,0 +1,1 @@
+"""Context parallelism: which rank has which tokens of a tree, collectives, and attention over sharded keys."""

@@ -1,0 +1,271 @@
+"""Attention of a rank's queries to keys that lie on all ranks of a lane, forward and backward: what the ops run.
+
+    ROTATE_KV   keys of every rank go around the ring; each rank's queries attend to what is there
+    GATHER_KV   keys of all ranks are gathered, then attended to
+    MOVE_Q      queries of responses go to all ranks, which attend for them to their own keys; partials come back.
+                Queries of prompts stay, and keys of prompts go around the ring for them
+
+What a rank computes on its own keys runs while the first transfer is under way. Backward hands the global out and LSE
+to every call; gradients of keys are summed over ranks in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from augtree_fx import merge
+from augtree_fx import tree_attention as local
+from augtree_fx.dtensor_ops import collectives
+from augtree_fx.dtensor_ops.collectives import Pending
+from augtree_fx.dtensor_ops.tables import Sizes
+from augtree_fx.reference import AttentionSpec, accumulation_dtype
+from augtree_fx.tables import Calls
+from augtree_fx.tree_attention import Partials, Results, Sum
+
+ROTATE_KV, MOVE_Q, GATHER_KV = "rotate_kv", "move_q", "gather_kv"
+SCHEDULES = (ROTATE_KV, MOVE_Q, GATHER_KV)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A rank's part of the attention of a lane.
+
+    Attributes:
+        own, remote, visiting: calls, see `WholePath`; ``remote`` holds those of the schedule.
+        sizes: what moves.
+        schedule: one of `SCHEDULES`.
+        group: of the lane.
+    """
+
+    own: Calls
+    remote: Sequence[Calls]
+    visiting: Sequence[Calls]
+    sizes: Sizes
+    schedule: str
+    group: ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return distributed.get_rank(self.group)
+
+    @property
+    def num_ranks(self) -> int:
+        return distributed.get_world_size(self.group)
+
+    @property
+    def moves_queries(self) -> bool:
+        return self.schedule == MOVE_Q and self.sizes.queries > 0 and self.num_ranks > 1
+
+    @property
+    def num_moving_keys(self) -> int:
+        """Keys of every rank that travel."""
+        return self.sizes.prompt_keys if self.schedule == MOVE_Q else self.sizes.keys
+
+    @property
+    def queries(self) -> slice:
+        """This rank's queries that travel."""
+        return slice(self.sizes.first_query, self.sizes.first_query + self.sizes.own_queries)
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, in the order in which their keys arrive by the ring."""
+        return [(self.rank - distance) % self.num_ranks for distance in range(1, self.num_ranks)]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, lane: Lane, sinks: Tensor | None, spec: AttentionSpec, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Attention of a rank's queries.
+
+    Args:
+        q: ``[share, H, D]``; k: ``[share, K, D]``; v: ``[share, K, E]``, a rank's own.
+        sinks: ``[H]`` or ``None``; they join each query's softmax once.
+
+    Returns:
+        ``out [share, H, E]``, ``lse [H, share]``, a rank's own; padding is 0 and -inf.
+    """
+    arriving = _keys(k, v, lane)
+    moved = _gathered_queries(lane, q) if lane.moves_queries else None
+    partials = Partials(q, v, _ranges(lane))
+    partials.add_calls(q, k, v, lane.own, spec, kernel)
+    for (key, value), calls in zip(arriving, lane.remote, strict=True):
+        partials.add_calls(q, key, value, calls, spec, kernel)
+    if moved is not None:
+        for part in _from_owners(moved, q, k, v, lane, spec, kernel):
+            partials.add(*part)
+    return partials.merged(sinks)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lane: Lane,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of `forward` by a rank's q, k, v, with what other ranks' queries send to its keys, and the sinks.
+
+    The sinks' gradient is that of this rank's queries alone, as a parameter's is.
+    """
+    dsinks = None if sinks is None else merge.sink_gradient(dout, dlse, out, lse, sinks)
+    results = Results(dout, dlse, q, out, lse)
+    arriving = _keys(k, v, lane)
+    moved = _gathered_results(lane, results) if lane.moves_queries else None
+    dq = Sum(q, _ranges(lane))
+    own = local.backward_calls(results, k, v, lane.own, dq, spec, kernel, wide=True)
+    totals = [part.total() for part in own]
+
+    def contributions() -> Iterator[tuple[Tensor, Tensor]]:
+        for (key, value), calls in zip(arriving, lane.remote, strict=True):
+            dk, dv = local.backward_calls(results, key, value, calls, dq, spec, kernel, wide=True)
+            yield dk.total(), dv.total()
+
+    if lane.remote and lane.num_moving_keys:
+        returned = _sent_home(contributions(), k, v, lane)
+        for total, part in zip(totals, returned, strict=True):
+            total[: len(part)] += part
+    if moved is not None:
+        for part in _gradients_from_owners(moved, results, k, v, totals, lane, spec, kernel):
+            dq.add(part)
+    return dq.total(), totals[0].to(k.dtype), totals[1].to(v.dtype), dsinks
+
+
+def _ranges(lane: Lane) -> list[slice]:
+    """Queries of every partial, in the order in which they are put in."""
+    calls = [call.q_range for calls in (lane.own, *lane.remote) for call in calls]
+    return calls + [lane.queries] * (lane.num_ranks - 1 if lane.moves_queries else 0)
+
+
+def _packed(*tensors: Tensor) -> Tensor:
+    """One buffer of several tensors, to travel at once."""
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _unpacked(buffer: Tensor, like: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    parts = buffer.split([math.prod(shape) for shape in like])
+    return tuple(part.view(shape) for part, shape in zip(parts, like, strict=True))
+
+
+def _keys(k: Tensor, v: Tensor, lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
+    """K and V of the other ranks, the transfer of the first ones being queued now."""
+    count = lane.num_moving_keys
+    if not lane.remote:
+        return iter(())
+    shapes = [(count, *x.shape[1:]) for x in (k, v)]
+    if not count:
+        return iter([(x.new_empty(0), x.new_empty(0)) for x in [k] * len(lane.remote)])
+    buffer = _packed(k[:count], v[:count])
+    if lane.schedule == GATHER_KV:
+        return _all_at_once(collectives.gather(buffer, lane.group), shapes, lane)
+    return _around(collectives.pass_on(buffer, lane.group), shapes, lane)
+
+
+def _all_at_once(
+    pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane
+) -> Iterator[tuple[Tensor, Tensor]]:
+    found = pending.wait()
+    for rank in lane.others:
+        key, value = _unpacked(found[rank], shapes)
+        yield key, value
+
+
+def _around(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
+    for left in reversed(range(len(lane.remote))):
+        buffer = pending.wait()
+        if left:
+            pending = collectives.pass_on(buffer, lane.group)  # under way while this one is attended to
+        key, value = _unpacked(buffer, shapes)
+        yield key, value
+
+
+def _sent_home(
+    contributions: Iterator[tuple[Tensor, Tensor]], k: Tensor, v: Tensor, lane: Lane
+) -> tuple[Tensor, ...]:
+    """Sum over the other ranks of what their queries send to this rank's moving keys, in float32."""
+    count = lane.num_moving_keys
+    shapes = [(count, *x.shape[1:]) for x in (k, v)]
+    if lane.schedule == GATHER_KV:
+        wide = accumulation_dtype(k.dtype)
+        sent = k.new_empty(lane.num_ranks, sum(map(math.prod, shapes)), dtype=wide)
+        for peer, each in zip(lane.others, contributions, strict=True):
+            torch.cat([x.view(-1) for x in each], out=sent[peer])
+        arrived = collectives.exchange_equal(sent, lane.group).wait()
+        return _unpacked(collectives.add_up(torch.zeros_like(sent[0]), arrived, lane.rank), shapes)
+    pending: Pending | None = None
+    for part in contributions:
+        total = _packed(*part)
+        if pending is not None:
+            total += pending.wait()
+        pending = collectives.pass_on(total, lane.group)  # after the keys that it belongs to, one step behind
+    assert pending is not None, "a ring has at least one other rank"
+    return _unpacked(pending.wait(), shapes)
+
+
+def _gathered_queries(lane: Lane, *tensors: Tensor) -> list[Pending]:
+    """Moving rows of tensors ``[share, ...]`` of all ranks, ``[ranks, queries, ...]`` each, being gathered."""
+    found = []
+    for tensor in tensors:
+        padded = tensor.new_zeros(lane.sizes.queries, *tensor.shape[1:])
+        padded[: lane.sizes.own_queries] = tensor[lane.queries]
+        found.append(collectives.gather(padded, lane.group))
+    return found
+
+
+def _gathered_results(lane: Lane, results: Results) -> list[Pending]:
+    tensors = [results.q, results.dout, results.out, results.lse.T]
+    return _gathered_queries(lane, *tensors, *([] if results.dlse is None else [results.dlse.T]))
+
+
+def _from_owners(
+    moved: list[Pending], q: Tensor, k: Tensor, v: Tensor, lane: Lane, spec: AttentionSpec, kernel: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each other rank's keys give this rank's moving queries, after this rank's keys gave theirs to others'."""
+    (queries,) = (pending.wait() for pending in moved)
+    outs = q.new_empty(lane.num_ranks, lane.sizes.queries, q.shape[1], v.shape[-1])
+    lses = torch.empty(*outs.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
+    for peer, calls in zip(lane.others, lane.visiting, strict=True):
+        partials = Partials(queries[peer], v, [call.q_range for call in calls])
+        partials.add_calls(queries[peer], k, v, calls, spec, kernel)
+        out, lse = partials.merged(None)
+        outs[peer], lses[peer] = out, lse.T
+    pending = [collectives.exchange_equal(x, lane.group) for x in (outs, lses)]
+    found_outs, found_lses = (x.wait() for x in pending)
+    own = lane.sizes.own_queries
+    return ((found_outs[peer, :own], found_lses[peer, :own].T) for peer in lane.others)
+
+
+def _gradients_from_owners(
+    moved: list[Pending],
+    results: Results,
+    k: Tensor,
+    v: Tensor,
+    totals: list[Tensor],
+    lane: Lane,
+    spec: AttentionSpec,
+    kernel: str,
+) -> Iterator[Tensor]:
+    """As `_from_owners`, gradients of queries; what visiting queries send to this rank's keys is added to ``totals``."""
+    q, dout, out, lse, *dlse = (pending.wait() for pending in moved)
+    sent = torch.empty_like(q)
+    for peer, calls in zip(lane.others, lane.visiting, strict=True):
+        visitor = Results(dout[peer], dlse[0][peer].T if dlse else None, q[peer], out[peer], lse[peer].T.contiguous())
+        dq = Sum(q[peer], [call.q_range for call in calls])
+        for total, part in zip(
+            totals, local.backward_calls(visitor, k, v, calls, dq, spec, kernel, wide=True), strict=True
+        ):
+            total += part.total()
+        sent[peer] = dq.total()
+    found = collectives.exchange_equal(sent, lane.group).wait()
+    return (found[peer, : lane.sizes.own_queries] for peer in lane.others)

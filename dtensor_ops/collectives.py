@@ -1,0 +1,120 @@
+"""Transfers between the ranks of a lane, each queued at once and waited for later; every rank makes the same calls.
+
+NCCL runs them on streams of its own, beside what is computed meanwhile; `Pending.wait` makes the current stream wait.
+Tensors travel as bytes: gloo knows few dtypes. Nothing here records gradients: it runs inside of ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import P2POp, ProcessGroup
+
+from augtree_fx.reference import accumulation_dtype
+
+
+@dataclass
+class Pending:
+    """A transfer under way.
+
+    Attributes:
+        result: where it arrives.
+        works: what to wait for.
+        held: what must not be freed before.
+    """
+
+    result: Tensor
+    works: list[Any]
+    held: tuple[Tensor, ...]
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        for work in self.works:
+            work.wait()
+        self.works, self.held = [], ()
+        return self.result
+
+
+def group_of(name: str) -> ProcessGroup:
+    """The process group of a name, which is what an op is given."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def pass_on(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """Send a contiguous tensor to the next rank of a ring, receive one of its shape from the rank before."""
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    received = torch.empty_like(tensor)
+    after, before = (distributed.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+    works = distributed.batch_isend_irecv(
+        [
+            P2POp(distributed.isend, _bytes(tensor), after, group),
+            P2POp(distributed.irecv, _bytes(received), before, group),
+        ]
+    )
+    return Pending(received, works, (tensor,))
+
+
+def gather(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """``[ranks, *shape]``: a contiguous tensor of every rank, all of one shape."""
+    found = tensor.new_empty(distributed.get_world_size(group), *tensor.shape)
+    work = distributed.all_gather_into_tensor(_bytes(found), _bytes(tensor), group, async_op=True)
+    return Pending(found, [work], (tensor,))
+
+
+def exchange(
+    tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: ProcessGroup
+) -> Pending:
+    """Rows of a contiguous tensor to each rank, in the order of ranks; the rows that each rank sends here."""
+    found = tensor.new_empty(sum(num_received), *tensor.shape[1:])
+    width = tensor[:1].nbytes if len(tensor) else tensor.new_empty(1, *tensor.shape[1:]).nbytes
+    work = distributed.all_to_all_single(
+        _bytes(found), _bytes(tensor), [n * width for n in num_received], [n * width for n in num_sent], group,
+        async_op=True,
+    )  # fmt: skip
+    return Pending(found, [work], (tensor,))
+
+
+def exchange_equal(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """``[ranks, ...]``: row i goes to rank i, row i of the result comes from it; a rank's own row stays where it is.
+
+    What the result holds in a rank's own row is undefined.
+    """
+    rank, ranks = distributed.get_rank(group), len(tensor)
+    found = torch.empty_like(tensor)
+    peers = [(rank + step) % ranks for step in range(1, ranks)]
+    operations = []
+    for peer in peers:
+        there = distributed.get_global_rank(group, peer)
+        operations.append(P2POp(distributed.isend, _bytes(tensor[peer]), there, group))
+        operations.append(P2POp(distributed.irecv, _bytes(found[peer]), there, group))
+    works = distributed.batch_isend_irecv(operations) if operations else []
+    return Pending(found, works, (tensor,))
+
+
+def gather_tokens(local: Tensor, group: ProcessGroup) -> Tensor:
+    """``[ranks * share, ...]``: tokens ``[share, ...]`` of all ranks, one after another."""
+    return gather(local.contiguous(), group).wait().flatten(0, 1)
+
+
+def sum_tokens(spread: Tensor, group: ProcessGroup) -> Tensor:
+    """``[share, ...]``: this rank's tokens of ``[ranks * share, ...]``, summed over ranks in float32, rounded once."""
+    ranks = distributed.get_world_size(group)
+    parts = exchange_equal(spread.contiguous().view(ranks, -1, *spread.shape[1:]), group)
+    own = spread.view(ranks, -1, *spread.shape[1:])[distributed.get_rank(group)]
+    return add_up(own, parts.wait(), distributed.get_rank(group))
+
+
+def add_up(own: Tensor, parts: Tensor, rank: int) -> Tensor:
+    """Sum of ``parts [ranks, ...]`` with ``own`` in place of this rank's, in the order of ranks, rounded once."""
+    total = torch.zeros(own.shape, dtype=accumulation_dtype(own.dtype), device=own.device)
+    for peer in range(len(parts)):
+        total += own if peer == rank else parts[peer]
+    return total.to(own.dtype)

@@ -1,0 +1,186 @@
+"""Which rank of a lane computes which tokens of a tree, and in which order each rank keeps its own.
+
+    prompt     |0|1|2|3|        2C chunks; rank r has chunks r and 2C-1-r: equally much causal attention (zigzag)
+    branches   a b c d          whole, longest first to the rank with fewest tokens; cut like prompts if too long
+
+    rank 0     |0|3| a d        keys that others read first, then queries that read others' keys, then the rest
+    rank 1     |1|2| c b .      shares are equally long; what is missing is padding, which no kernel sees
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from augtree_fx.layout import TreeLayout
+from augtree_fx.trie import IntArray
+
+# A chunk that is shorter than this costs more in launches than an equal share of it saves.
+MIN_CHUNK_TOKENS = 256
+# Tokens by which the longest share may exceed the mean one before a branch is cut.
+_UNEVEN = 1.05
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """Tokens of a tree, cut into fragments that each lie on one rank.
+
+    Fragments are sorted by rank, and by their place on it. Arrays are ``[fragments]`` int64.
+
+    Attributes:
+        layout: the tree.
+        num_ranks: ranks of the lane.
+        node: node of each fragment.
+        begin: its first token in the node.
+        length: its tokens, at least 1.
+        piece: its number in the node.
+        rank: where it lies.
+        kind: 0 for level 0 and read by other ranks, 1 for deeper levels read by others, 2 for queries of deeper levels
+            that read others' keys, 3 for the rest.
+    """
+
+    layout: TreeLayout
+    num_ranks: int
+    node: IntArray
+    begin: IntArray
+    length: IntArray
+    piece: IntArray
+    rank: IntArray
+    kind: IntArray
+
+    @staticmethod
+    def of(layout: TreeLayout, num_ranks: int, *, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> Shards:
+        """Cut a tree and give its parts to ranks; every rank that asks gets the same answer.
+
+        Args:
+            layout: the tree.
+            num_ranks: ranks that share it, at least 1.
+            min_chunk_tokens: shorter chunks are not cut off.
+
+        Raises:
+            ValueError: ``num_ranks`` or ``min_chunk_tokens`` is below 1.
+        """
+        if num_ranks < 1 or min_chunk_tokens < 1:
+            raise ValueError(f"ranks and tokens of a chunk must be at least 1, got {num_ranks} and {min_chunk_tokens}")
+        bounds, ranks = _cut(layout, num_ranks, min_chunk_tokens)
+        pieces = [(node, piece) for node in range(layout.num_nodes) for piece in range(len(ranks[node]))]
+        node, piece = (np.array(x, dtype=np.int64) for x in zip(*pieces, strict=True))
+        begin = np.array([bounds[n][p] for n, p in pieces], dtype=np.int64)
+        end = np.array([bounds[n][p + 1] for n, p in pieces], dtype=np.int64)
+        rank = np.array([ranks[n][p] for n, p in pieces], dtype=np.int64)
+        kind = _kinds(layout, node, rank, ranks)
+        order = np.lexsort((node, piece, layout.level[node], kind, rank))
+        arrays = (x[order] for x in (node, begin, end - begin, piece, rank, kind))
+        return Shards(layout, num_ranks, *arrays)
+
+    @cached_property
+    def first(self) -> IntArray:
+        """``[ranks + 1]`` first fragment of each rank."""
+        return np.searchsorted(self.rank, np.arange(self.num_ranks + 1))
+
+    @cached_property
+    def place(self) -> IntArray:
+        """``[fragments]`` first token of each on its rank."""
+        before = np.cumsum(self.length) - self.length
+        starts = np.append(before, self.length.sum())[self.first[:-1]]
+        return before - starts[self.rank]
+
+    @cached_property
+    def num_tokens(self) -> IntArray:
+        """``[ranks]`` tokens of each, padding excluded."""
+        return np.bincount(self.rank, self.length, self.num_ranks).astype(np.int64)
+
+    @cached_property
+    def share(self) -> int:
+        """Tokens of every rank, padding included, at least 1."""
+        return max(int(self.num_tokens.max()), 1)
+
+    def num_of_kinds(self, *kinds: int) -> IntArray:
+        """``[ranks]`` tokens of some kinds on each."""
+        weight = self.length * np.isin(self.kind, kinds)
+        return np.bincount(self.rank, weight, self.num_ranks).astype(np.int64)
+
+    def fragments(self, rank: int) -> range:
+        """Numbers of a rank's fragments, in their order."""
+        return range(int(self.first[rank]), int(self.first[rank + 1]))
+
+    def tokens(self, rank: int) -> IntArray:
+        """``[share]`` packed token of each place on a rank, -1 for padding."""
+        found = np.full(self.share, -1, dtype=np.int64)
+        for number in self.fragments(rank):
+            first = int(self.layout.offset[self.node[number]] + self.begin[number])
+            place, length = int(self.place[number]), int(self.length[number])
+            found[place : place + length] = np.arange(first, first + length)
+        return found
+
+    @cached_property
+    def slot(self) -> IntArray:
+        """``[packed tokens]`` where each token lies in the shares of all ranks, one after another."""
+        found = np.empty(self.layout.num_tokens, dtype=np.int64)
+        for rank in range(self.num_ranks):
+            tokens = self.tokens(rank)
+            here = np.flatnonzero(tokens >= 0)
+            found[tokens[here]] = rank * self.share + here
+        return found
+
+
+def _cut(layout: TreeLayout, num_ranks: int, min_chunk: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Per node the bounds of its pieces, and the rank of each."""
+    num_chunks = 2 * num_ranks
+    zigzag = [min(chunk, num_chunks - 1 - chunk) for chunk in range(num_chunks)]
+    load = np.zeros(num_ranks, dtype=np.int64)
+    bounds: list[list[int]] = [[] for _ in range(layout.num_nodes)]
+    ranks: list[list[int]] = [[] for _ in range(layout.num_nodes)]
+
+    def put(node: int, ends: list[int], owners: list[int]) -> None:
+        bounds[node], ranks[node] = ends, owners
+        np.add.at(load, owners, np.diff(ends))
+
+    def put_in_chunks(node: int) -> None:
+        length = int(layout.length[node])
+        put(node, [length * chunk // num_chunks for chunk in range(num_chunks + 1)], zigzag)
+
+    def put_whole(node: int) -> None:
+        put(node, [0, int(layout.length[node])], [int(load.argmin())])
+
+    divisible = (num_ranks > 1) & (layout.length >= num_chunks * min_chunk)
+    has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
+    for node in np.flatnonzero(has_branches & divisible).tolist():
+        put_in_chunks(node)
+    most = _UNEVEN * layout.num_tokens / num_ranks
+    rest = np.flatnonzero(~(has_branches & divisible))
+    for node in rest[np.argsort(-layout.length[rest], kind="stable")].tolist():
+        if divisible[node] and load.min() + layout.length[node] > most:
+            put_in_chunks(node)
+        else:
+            put_whole(node)
+    return bounds, ranks
+
+
+def _kinds(layout: TreeLayout, node: IntArray, rank: IntArray, ranks: list[list[int]]) -> IntArray:
+    """Kind of each fragment; sets of ranks are bits of an int."""
+    own = [0] * layout.num_nodes
+    for number, owners in enumerate(ranks):
+        for owner in owners:
+            own[number] |= 1 << owner
+    below, above = [0] * layout.num_nodes, [0] * layout.num_nodes
+    for number in range(layout.num_nodes - 1, -1, -1):
+        parent = int(layout.parent[number])
+        if parent >= 0:
+            below[parent] |= own[number] | below[number]
+    for number in range(layout.num_nodes):
+        parent = int(layout.parent[number])
+        if parent >= 0:
+            above[number] = own[parent] | above[parent]
+    kind = np.empty(len(node), dtype=np.int64)
+    for number, (n, r) in enumerate(zip(node.tolist(), rank.tolist(), strict=True)):
+        others = ~(1 << r)
+        same = own[n] if len(ranks[n]) > 1 else 0  # chunks of a node: earlier ones are read, later ones read
+        deep = layout.level[n] > 0
+        if (below[n] | same) & others:
+            kind[number] = 1 if deep else 0
+        else:
+            kind[number] = 2 if deep and above[n] & others else 3
+    return kind

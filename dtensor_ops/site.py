@@ -1,0 +1,78 @@
+"""Attention of one layer under context parallelism, whatever its queries see: what the FX pass calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from augtree_fx.dtensor_ops import ops, tables
+from augtree_fx.dtensor_ops.shards import Shards
+from augtree_fx.dtensor_ops.tables import Reached, WholePath
+from augtree_fx.tables import Span
+
+
+@dataclass(frozen=True, eq=False)
+class LaneTables:
+    """Tables of a rank for every span that some layer has, and how its lane moves keys or queries.
+
+    Attributes:
+        by_span: of layers that see their whole path (``None``), a window or chunks of it.
+        schedule: for whole paths, one of `attention.SCHEDULES`; windows are always sent what they reach.
+        group: name of the lane's process group.
+    """
+
+    by_span: Mapping[Span, WholePath | Reached]
+    schedule: str
+    group: str
+
+    @staticmethod
+    def of(shards: Shards, rank: int, spans: set[Span], schedule: str, group: str) -> LaneTables:
+        """Tables of a rank of a lane."""
+        longest = int((shards.layout.path_start + shards.layout.length).max(initial=0))
+        found: dict[Span, WholePath | Reached] = {}
+        for span in spans:
+            sees_all = span is None or (span.size if isinstance(span, tables.Chunks) else span) >= longest
+            if sees_all:
+                found[span] = found[None] if None in found else tables.whole_path(shards, rank)
+            else:
+                found[span] = tables.reached(shards, rank, span)
+        return LaneTables(found, schedule, group)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lane: LaneTables,
+    span: Span,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a rank's queries to their paths, wherever these lie.
+
+    Args:
+        q: ``[share, H, D]``; k: ``[share, K, D]``; v: ``[share, K, E]``, local.
+        span: what a query sees of its path.
+        sinks: ``[H]`` or ``None``.
+
+    Returns:
+        ``out [share, H, E]``, ``lse [H, share]``, local.
+    """
+    found = lane.by_span[span]
+    if isinstance(found, WholePath):
+        numbers, sizes = ops.lane_arguments(found, lane.schedule)
+        return torch.ops.augtree.context_parallel_attention(
+            q, k, v, numbers, sinks, scale, softcap, kernel, sizes, lane.schedule, lane.group
+        )
+    moved = (found.sent, found.num_sent, found.num_received)
+    k, v = (torch.ops.augtree.fetch_tokens(x, *moved, lane.group) for x in (k, v))
+    window = span if isinstance(span, int) else 0
+    own = found.tables
+    return torch.ops.augtree.replay_attention(
+        q, k, v, own.segments, own.cu_seqlens, own.kv_index, sinks, scale, window, softcap, kernel
+    )

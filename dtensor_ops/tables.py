@@ -1,0 +1,225 @@
+"""Attention tables of one rank: calls on its own keys, on those of each other rank, and on keys that a window reaches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from augtree_fx.dtensor_ops.shards import Shards
+from augtree_fx.tables import AttentionTables, Chunks, Segment, Span, path_end, split_calls, tables_of
+from augtree_fx.trie import IntArray
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class WholePath:
+    """Calls of layers whose queries see all of their path.
+
+    Attributes:
+        own: of a rank's queries on its own keys.
+        remote: of its queries on the keys of rank ``(rank - t) % ranks``, for t = 1, 2, ...
+        remote_prompts: the same of queries at level 0 alone, for a schedule that moves the others.
+        visiting: of the moving queries of rank ``(rank - t) % ranks`` on its own keys.
+        sizes: what all ranks agree on, see `Sizes`.
+    """
+
+    own: AttentionTables
+    remote: tuple[AttentionTables, ...]
+    remote_prompts: tuple[AttentionTables, ...]
+    visiting: tuple[AttentionTables, ...]
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens that move, equally many from every rank: the most that any has.
+
+    Attributes:
+        keys: keys that other ranks read, the first ones of a share.
+        prompt_keys: those of level 0 among them.
+        queries: queries of deeper levels that read others' keys.
+        first_query: the first of them on this rank.
+        own_queries: how many this rank has.
+    """
+
+    keys: int
+    prompt_keys: int
+    queries: int
+    first_query: int
+    own_queries: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """Calls of layers whose queries see the end of their path, or a chunk of it.
+
+    Attributes:
+        tables: with ``kv_index`` into a rank's own keys and, after them, those that it is sent.
+        sent: ``[n]`` places of the keys that this rank sends, by receiver.
+        num_sent, num_received: ``[ranks]`` int64 on the host, keys to and from each rank.
+    """
+
+    tables: AttentionTables
+    sent: Tensor
+    num_sent: Tensor
+    num_received: Tensor
+
+
+class Paths:
+    """Where the keys of a node's path lie on each rank."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self._fragments: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, key in enumerate(zip(shards.node.tolist(), shards.rank.tolist(), strict=True)):
+            self._fragments[key].append(number)
+        self._paths: dict[tuple[int, int], list[Interval]] = {}
+
+    def above(self, node: int, rank: int) -> list[Interval]:
+        """Keys on a rank of all nodes above a node, as neighbours in their order there."""
+        parent = int(self.shards.layout.parent[node])
+        if parent < 0:
+            return []
+        key = (parent, rank)
+        if key not in self._paths:
+            self._paths[key] = _joined(self.above(parent, rank) + self._intervals(parent, rank, None))
+        return self._paths[key]
+
+    def seen(self, fragment: int, rank: int) -> list[Interval]:
+        """Keys on a rank that all queries of a fragment see; its own are not among them."""
+        node, piece = int(self.shards.node[fragment]), int(self.shards.piece[fragment])
+        return _joined(self.above(node, rank) + self._intervals(node, rank, piece)) if piece else self.above(node, rank)
+
+    def _intervals(self, node: int, rank: int, before: int | None) -> list[Interval]:
+        return [
+            (int(self.shards.place[number]), int(self.shards.place[number] + self.shards.length[number]))
+            for number in self._fragments.get((node, rank), ())
+            if before is None or self.shards.piece[number] < before
+        ]
+
+
+def _joined(intervals: list[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def whole_path(shards: Shards, rank: int) -> WholePath:
+    """Tables of a rank of a lane."""
+    paths, device, ranks = Paths(shards), shards.layout.device, shards.num_ranks
+    others = [(rank - distance) % ranks for distance in range(1, ranks)]
+    mine = list(shards.fragments(rank))
+    prompts = [number for number in mine if shards.layout.level[shards.node[number]] == 0]
+
+    def tables(fragments: list[int], keys: int, first: int = 0) -> AttentionTables:
+        return tables_of(_calls(paths, fragments, keys, first), device, None)
+
+    own = [
+        Segment(begin, end, begin, end)
+        for begin, end in zip(shards.place[mine], shards.place[mine] + shards.length[mine], strict=True)
+    ]
+    first_query = shards.num_of_kinds(0)
+    visiting = [[n for n in shards.fragments(other) if shards.kind[n] in (1, 2)] for other in others]
+    queries = shards.num_of_kinds(1, 2)
+    return WholePath(
+        own=tables_of(split_calls(own, causal=True) + _calls(paths, mine, rank, 0), device, None),
+        remote=tuple(tables(mine, other) for other in others),
+        remote_prompts=tuple(tables(prompts, other) for other in others),
+        visiting=tuple(
+            tables(moving, rank, int(first_query[other])) for moving, other in zip(visiting, others, strict=True)
+        ),
+        sizes=Sizes(
+            keys=int(shards.num_of_kinds(0, 1).max()),
+            prompt_keys=int(first_query.max()),
+            queries=int(queries.max()),
+            first_query=int(first_query[rank]),
+            own_queries=int(queries[rank]),
+        ),
+    )
+
+
+def _calls(paths: Paths, fragments: list[int], rank: int, first: int) -> list[tuple[bool, list[Segment]]]:
+    """Unmasked calls of fragments on the keys of a rank; queries count from ``first``.
+
+    The i-th interval of keys of every query is in the i-th family of calls: in one call no query is twice.
+    """
+    place, length = paths.shards.place, paths.shards.length
+    families: dict[int, list[Segment]] = defaultdict(list)
+    for number in fragments:
+        begin = int(place[number]) - first
+        end = begin + int(length[number])
+        for family, (k_begin, k_end) in enumerate(paths.seen(number, rank)):
+            last = families[family][-1] if families[family] else None
+            if last is not None and last.q_end == begin and (last.k_begin, last.k_end) == (k_begin, k_end):
+                families[family][-1] = Segment(last.q_begin, end, k_begin, k_end)
+            else:
+                families[family].append(Segment(begin, end, k_begin, k_end))
+    return [call for family in sorted(families) for call in split_calls(families[family], causal=False)]
+
+
+def reached(shards: Shards, rank: int, span: Span) -> Reached:
+    """Tables of a rank of a lane for a window or chunks: every rank is sent the keys that its queries reach."""
+    index, segments, num_keys = [], [], 0
+    for number in shards.fragments(rank):
+        place = int(shards.place[number])
+        for begin, end, keys in _reaches(shards, number, span):
+            index.append(keys)
+            segments.append(Segment(place + begin, place + end, num_keys, num_keys + len(keys)))
+            num_keys += len(keys)
+    needed = [_needed(shards, other, span) for other in range(shards.num_ranks)]
+    owner, local = np.divmod(shards.slot, shards.share)
+    received = needed[rank]
+    arrival = np.full(shards.layout.num_tokens, -1, dtype=np.int64)
+    arrival[received] = np.arange(len(received))
+    tokens = np.concatenate(index) if index else np.empty(0, dtype=np.int64)
+    places = np.where(owner[tokens] == rank, local[tokens], shards.share + arrival[tokens])
+    sent = [tokens[owner[tokens] == rank] for tokens in needed]
+    device = shards.layout.device
+    return Reached(
+        tables=tables_of(split_calls(segments, causal=True), device, places),
+        sent=torch.from_numpy(local[np.concatenate(sent)]).to(device),
+        num_sent=torch.tensor([len(x) for x in sent]),
+        num_received=torch.from_numpy(np.bincount(owner[received], minlength=shards.num_ranks)),
+    )
+
+
+def _reaches(shards: Shards, number: int, span: Span) -> list[tuple[int, int, IntArray]]:
+    """Runs of a fragment's queries, with the packed tokens that they see: a path's end, and causally the run itself."""
+    layout, node, begin, length = shards.layout, *(int(x[number]) for x in (shards.node, shards.begin, shards.length))
+    start = int(layout.path_start[node]) + begin
+
+    def keys(first: int, last: int, reach: int) -> IntArray:
+        """Tokens ``[first, last)`` of the node, after the ``reach`` tokens before them."""
+        inside = min(reach, first)
+        own = np.arange(first - inside, last) + int(layout.offset[node])
+        if reach == inside:
+            return own
+        return np.concatenate([path_end(layout, node, reach - inside)[: reach - inside], own])
+
+    if not isinstance(span, Chunks):
+        assert span is not None, "a whole path is no window"
+        return [(0, length, keys(begin, begin + length, min(span - 1, start)))]
+    runs = []
+    for chunk in range(start - start % span.size, start + length, span.size):
+        first, last = max(chunk, start), min(chunk + span.size, start + length)
+        run = first - start, last - start
+        runs.append((*run, keys(begin + run[0], begin + run[1], first - chunk)))
+    return runs
+
+
+def _needed(shards: Shards, rank: int, span: Span) -> IntArray:
+    """Packed tokens of other ranks that a rank's queries reach, by their owner, each once."""
+    keys = [keys for number in shards.fragments(rank) for _, _, keys in _reaches(shards, number, span)]
+    tokens = np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
+    owner = shards.slot[tokens] // shards.share
+    tokens, owner = tokens[owner != rank], owner[owner != rank]
+    return tokens[np.argsort(owner, kind="stable")]
