@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from augtree_fx import kernels
 from augtree_fx.costs import CostModel
+from augtree_fx.dtensor_ops.agreement import HostGroup
+from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.lanes import Choose, Lanes, one_lane
 from augtree_fx.layout import TreeLayout
-from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
+from augtree_fx.transforms import (
+    Refusal,
+    StackState,
+    capture_stack,
+    find_stack,
+    install,
+    is_installed,
+    parallel,
+    uninstall,
+)
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.packing import PackedCall, pack_layout
+from augtree_fx.transforms.parallel import ROWS
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
 from augtree_fx.waves import check_max_tokens
@@ -42,6 +57,10 @@ def transform(
     costs: CostModel | None = None,
     strict: bool = True,
     max_wave_tokens: int | None = None,
+    mesh: DeviceMesh | None = None,
+    rows: str = "replicated",
+    schedule: str | None = None,
+    lanes: Choose | None = None,
 ) -> Model:
     """Rewrite a Hugging Face decoder in place so that what rows of a batch share is computed once, differentiably.
 
@@ -59,19 +78,30 @@ def transform(
         max_wave_tokens: for groups larger than memory: branches go through the layers in waves of so many packed
             tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
             ``None`` computes all of them at once. `prefill` gives a loop over waves instead, and computes none twice.
+        mesh: one axis of a device mesh, for context parallelism: its ranks call forward together, build one tree, and
+            each computes a share of its tokens. Every rank transforms its own copy of the model. Gradients of
+            parameters are then to be averaged over the axis, as in data parallelism.
+        rows: ``"replicated"``, every rank of the axis passes the same rows, or ``"pooled"``, each passes its own and
+            gets just those back, what rows of any rank share being computed once.
+        schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for whichever
+            sends fewer bytes for a batch.
+        lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: not a transformers model, or already compiled.
-        ValueError: ``kernel`` is unknown, ``max_wave_tokens`` is below 1, or the model has no list of decoder layers.
+        ValueError: ``kernel``, ``rows`` or ``schedule`` is unknown, ``max_wave_tokens`` is below 1, ``mesh`` has
+            several axes, or the model has no list of decoder layers.
         NotImplementedError: an encoder-decoder model, or (`RewriteError`, with ``.refusals``) an attention site that
             cannot be rewritten. The model is left as it was.
     """
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
+    if mesh is not None and max_wave_tokens is not None:
+        raise NotImplementedError("max_wave_tokens and mesh do not go together; leave out one of them")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -85,11 +115,27 @@ def transform(
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
         max_wave_tokens=max_wave_tokens,
+        lanes=None if mesh is None else _lanes(stack, mesh, rows, schedule, lanes),
     )  # fmt: skip
     if is_installed(stack):
         uninstall(stack)
     install(stack, sites, state)
     return model
+
+
+def _lanes(stack: nn.Module, mesh: DeviceMesh, rows: str, schedule: str | None, choose: Choose | None) -> Lanes:
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must be one axis of a mesh, got {mesh.ndim} axes; pass mesh['cp']")
+    if rows not in ROWS:
+        raise ValueError(f"rows must be one of {', '.join(ROWS)}, got {rows!r}")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if choose is None:
+        config: Any = stack.config
+        heads = config.num_attention_heads
+        kv_share = (getattr(config, "num_key_value_heads", None) or heads) / heads
+        choose = partial(one_lane, schedule=schedule, kv_share=kv_share)
+    return Lanes(HostGroup(mesh.get_group()), rows, choose)
 
 
 def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -> PackedCall:
@@ -112,7 +158,10 @@ def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -
     stack = find_stack(model)
     if not is_installed(stack):
         raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
-    return pack_layout(stack, getattr(stack, STATE), layout.padded_to_multiple_of(pad_to_multiple_of))
+    state, layout = getattr(stack, STATE), layout.padded_to_multiple_of(pad_to_multiple_of)
+    if state.lanes is not None:
+        return parallel.pack_layout(stack, state, state.lanes, layout)
+    return pack_layout(stack, state, layout)
 
 
 def restore(model: Model) -> Model:

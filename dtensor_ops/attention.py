@@ -172,9 +172,7 @@ def _keys(k: Tensor, v: Tensor, lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
     return _around(collectives.pass_on(buffer, lane.group), shapes, lane)
 
 
-def _all_at_once(
-    pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _all_at_once(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
     found = pending.wait()
     for rank in lane.others:
         key, value = _unpacked(found[rank], shapes)
@@ -190,9 +188,7 @@ def _around(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> 
         yield key, value
 
 
-def _sent_home(
-    contributions: Iterator[tuple[Tensor, Tensor]], k: Tensor, v: Tensor, lane: Lane
-) -> tuple[Tensor, ...]:
+def _sent_home(contributions: Iterator[tuple[Tensor, Tensor]], k: Tensor, v: Tensor, lane: Lane) -> tuple[Tensor, ...]:
     """Sum over the other ranks of what their queries send to this rank's moving keys, in float32."""
     count = lane.num_moving_keys
     shapes = [(count, *x.shape[1:]) for x in (k, v)]
@@ -256,7 +252,7 @@ def _gradients_from_owners(
     spec: AttentionSpec,
     kernel: str,
 ) -> Iterator[Tensor]:
-    """As `_from_owners`, gradients of queries; what visiting queries send to this rank's keys is added to ``totals``."""
+    """As `_from_owners`, gradients of queries; what visiting queries send to this rank's keys goes to ``totals``."""
     q, dout, out, lse, *dlse = (pending.wait() for pending in moved)
     sent = torch.empty_like(q)
     for peer, calls in zip(lane.others, lane.visiting, strict=True):

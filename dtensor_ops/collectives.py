@@ -69,9 +69,7 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Pending:
     return Pending(found, [work], (tensor,))
 
 
-def exchange(
-    tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: ProcessGroup
-) -> Pending:
+def exchange(tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: ProcessGroup) -> Pending:
     """Rows of a contiguous tensor to each rank, in the order of ranks; the rows that each rank sends here."""
     found = tensor.new_empty(sum(num_received), *tensor.shape[1:])
     width = tensor[:1].nbytes if len(tensor) else tensor.new_empty(1, *tensor.shape[1:]).nbytes

@@ -1,10 +1,10 @@
 """Which rank of a lane computes which tokens of a tree, and in which order each rank keeps its own.
 
-    prompt     |0|1|2|3|        2C chunks; rank r has chunks r and 2C-1-r: equally much causal attention (zigzag)
-    branches   a b c d          whole, longest first to the rank with fewest tokens; cut like prompts if too long
+prompt     |0|1|2|3|        2C chunks; rank r has chunks r and 2C-1-r: equally much causal attention (zigzag)
+branches   a b c d          whole, longest first to the rank with fewest tokens; cut like prompts if too long
 
-    rank 0     |0|3| a d        keys that others read first, then queries that read others' keys, then the rest
-    rank 1     |1|2| c b .      shares are equally long; what is missing is padding, which no kernel sees
+rank 0     |0|3| a d        keys that others read first, then queries that read others' keys, then the rest
+rank 1     |1|2| c b .      shares are equally long; what is missing is padding, which no kernel sees
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Shards:
         rank: where it lies.
         kind: 0 for level 0 and read by other ranks, 1 for deeper levels read by others, 2 for queries of deeper levels
             that read others' keys, 3 for the rest.
+        share: tokens of every rank, padding included: at least the most that one has, and at least 1.
     """
 
     layout: TreeLayout
@@ -49,6 +50,7 @@ class Shards:
     piece: IntArray
     rank: IntArray
     kind: IntArray
+    share: int
 
     @staticmethod
     def of(layout: TreeLayout, num_ranks: int, *, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> Shards:
@@ -66,14 +68,15 @@ class Shards:
             raise ValueError(f"ranks and tokens of a chunk must be at least 1, got {num_ranks} and {min_chunk_tokens}")
         bounds, ranks = _cut(layout, num_ranks, min_chunk_tokens)
         pieces = [(node, piece) for node in range(layout.num_nodes) for piece in range(len(ranks[node]))]
-        node, piece = (np.array(x, dtype=np.int64) for x in zip(*pieces, strict=True))
+        node, piece = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
         begin = np.array([bounds[n][p] for n, p in pieces], dtype=np.int64)
         end = np.array([bounds[n][p + 1] for n, p in pieces], dtype=np.int64)
         rank = np.array([ranks[n][p] for n, p in pieces], dtype=np.int64)
         kind = _kinds(layout, node, rank, ranks)
         order = np.lexsort((node, piece, layout.level[node], kind, rank))
         arrays = (x[order] for x in (node, begin, end - begin, piece, rank, kind))
-        return Shards(layout, num_ranks, *arrays)
+        most = np.bincount(rank, end - begin, num_ranks).max()
+        return Shards(layout, num_ranks, *arrays, share=max(int(most), 1))
 
     @cached_property
     def first(self) -> IntArray:
@@ -86,16 +89,6 @@ class Shards:
         before = np.cumsum(self.length) - self.length
         starts = np.append(before, self.length.sum())[self.first[:-1]]
         return before - starts[self.rank]
-
-    @cached_property
-    def num_tokens(self) -> IntArray:
-        """``[ranks]`` tokens of each, padding excluded."""
-        return np.bincount(self.rank, self.length, self.num_ranks).astype(np.int64)
-
-    @cached_property
-    def share(self) -> int:
-        """Tokens of every rank, padding included, at least 1."""
-        return max(int(self.num_tokens.max()), 1)
 
     def num_of_kinds(self, *kinds: int) -> IntArray:
         """``[ranks]`` tokens of some kinds on each."""

@@ -1,4 +1,4 @@
-"""Attention tables of one rank: calls on its own keys, on those of each other rank, and on keys that a window reaches."""
+"""Attention tables of one rank: calls on its own keys, on those of other ranks, and on keys that a window reaches."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from row_reference import Batch, padded
 from test_attention_parity import deep_batch
 
 from augtree_fx.dtensor_ops.attention import SCHEDULES
-from augtree_fx.tables import Chunks
 
 EXACT = 1e-10  # sums of some hundred terms in another order
 

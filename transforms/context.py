@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from augtree_fx.dtensor_ops.site import LaneTables
 from augtree_fx.tables import AttentionTables, Chunks, Span
 from augtree_fx.transforms.path_rows import PathRows
 
@@ -72,6 +73,7 @@ class ReplayContext:
         rows: where packed tokens are in the rows of the tree's paths, where a layer has a recurrent state.
         prompts: `PromptKV` of tokens that were computed before; ``None`` when all tokens are here.
         kept: where attention modules leave K and V of this forward; ``None`` when nobody asks for them.
+        lane: tables of this rank's share instead, under context parallelism.
     """
 
     tables: Mapping[Span, AttentionTables]
@@ -81,6 +83,7 @@ class ReplayContext:
     rows: PathRows | None = None
     prompts: Shelf | None = None
     kept: Shelf | None = None
+    lane: LaneTables | None = None
 
     @property
     def bucket(self) -> tuple[Hashable, ...]:
@@ -104,23 +107,23 @@ class ReplayContext:
         return replace(self, tables=moved, columns=columns, rows=rows)
 
 
-# Prompts and `kept` are constants: wrappers (FSDP2) cast leaves, and watch their gradients.
+# Prompts, `kept` and `lane` are constants: wrappers (FSDP2) cast leaves, and watch their gradients.
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
     columns = [] if context.columns is None else [context.columns]
     rows = [] if context.rows is None else context.rows.leaves()
     held = (context.columns is not None, context.rows is not None)
-    waves = (context.prompts, context.kept)
-    return [*leaves, *columns, *rows], (tuple(context.tables), context.one_level, context.kernel, *held, *waves)
+    constants = (context.prompts, context.kept, context.lane)
+    return [*leaves, *columns, *rows], (tuple(context.tables), context.one_level, context.kernel, *held, *constants)
 
 
 def _unflatten(leaves: Iterable[Any], constants: tuple[Any, ...]) -> ReplayContext:
-    windows, one_level, kernel, has_columns, has_rows, *waves = constants
+    windows, one_level, kernel, has_columns, has_rows, *others = constants
     flat = list(leaves)
     tables = {window: AttentionTables(*flat[3 * place : 3 * place + 3]) for place, window in enumerate(windows)}
     rest = flat[3 * len(windows) :]
     columns = rest.pop(0) if has_columns else None
-    return ReplayContext(tables, one_level, kernel, columns, PathRows(*rest) if has_rows else None, *waves)
+    return ReplayContext(tables, one_level, kernel, columns, PathRows(*rest) if has_rows else None, *others)
 
 
 def _flatten_with_keys(context: ReplayContext) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:

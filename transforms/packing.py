@@ -35,6 +35,8 @@ class PackedCall:
         shape: the caller's ``(batch, sequence)``.
         num_tokens: packed tokens.
         parts: what its parts are called with, where they are to run one after another.
+        group: name of the process group whose ranks each have ``num_tokens`` of them; ``index`` then counts through the
+            tokens of all ranks.
     """
 
     arguments: dict[str, Any]
@@ -42,10 +44,11 @@ class PackedCall:
     shape: tuple[int, int]
     num_tokens: int
     parts: Parts | None = None
+    group: str | None = None
 
     def show(self, outputs: Any) -> Any:
         """Outputs in the caller's shape, see `show_rows`."""
-        return show_rows(outputs, self.index, self.shape, self.num_tokens)
+        return show_rows(outputs, self.index, self.shape, self.num_tokens, self.group)
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,7 @@ def packed_arguments(
     Raises:
         RuntimeError: an attention module is no longer what was captured.
     """
-    changed = changed_sites(stack, state.sites)
-    if changed:
-        raise RuntimeError(
-            f"attention settings changed since transform at {', '.join(changed[:3])}; call augtree_fx.transform again"
-        )
+    check_sites(stack, state)
     device = layout.device
     input_ids, position_ids = (
         torch.from_numpy(x[layout.offset[first_node] :]).to(device, non_blocking=True)
@@ -131,18 +130,27 @@ def packed_arguments(
     )
     return {
         "input_ids": input_ids[None],
-        "attention_mask": _carrying_mask(stack, state, context, device),
+        "attention_mask": carrying_mask(stack, state, context, device),
         "position_ids": position_ids[None],
         "use_cache": False,
         CONTEXT: context,
     }
 
 
+def check_sites(stack: nn.Module, state: StackState) -> None:
+    """Raise RuntimeError if an attention module is no longer what was captured."""
+    changed = changed_sites(stack, state.sites)
+    if changed:
+        raise RuntimeError(
+            f"attention settings changed since transform at {', '.join(changed[:3])}; call augtree_fx.transform again"
+        )
+
+
 def embedded_arguments(arguments: dict[str, Any], tokens: TokenInputs, layout: TreeLayout) -> dict[str, Any]:
     return {"inputs_embeds": None, **arguments, "input_ids": None, **tokens.packed(layout)}
 
 
-def _carrying_mask(stack: nn.Module, state: StackState, context: ReplayContext, device: torch.device) -> Any:
+def carrying_mask(stack: nn.Module, state: StackState, context: ReplayContext, device: torch.device) -> Any:
     """What stands in the place of the mask: it carries the context where keywords do not arrive."""
     carriers = {site.carrier for site in state.sites} | {mixer.carrier for mixer in state.mixers}
     if MAPPING in carriers:
@@ -155,22 +163,28 @@ def _stand_in(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, 0, 0, dtype=torch.int32, device=device)
 
 
-def show_rows(outputs: Any, index: Tensor, shape: tuple[int, int], tokens: int) -> Any:
+def show_rows(outputs: Any, index: Tensor, shape: tuple[int, int], tokens: int, group: str | None = None) -> Any:
     """Outputs of the packed row in the caller's shape; slots of padding are 0.
 
     ``[1, T, ...]`` becomes ``[batch, sequence, ...]`` (hidden states), ``[T, ...]`` becomes ``[batch * sequence, ...]``
-    (router logits); tuples and model outputs are mapped over, everything else is left alone.
+    (router logits); tuples and model outputs are mapped over, everything else is left alone. With a process group T
+    tokens are on each of its ranks.
     """
     if isinstance(outputs, Tensor):
         index = index.to(outputs.device)  # layers may lie on several
+
+        def shown(packed: Tensor) -> Tensor:
+            packed = packed if group is None else torch.ops.augtree.gather_shares(packed.contiguous(), group)
+            return torch.ops.augtree.show_slots(packed, index)
+
         if outputs.ndim >= 2 and outputs.shape[:2] == (1, tokens):
-            return torch.ops.augtree.show_slots(outputs[0], index).view(*shape, *outputs.shape[2:])
+            return shown(outputs[0]).view(*shape, *outputs.shape[2:])
         if outputs.ndim >= 1 and outputs.shape[0] == tokens:
-            return torch.ops.augtree.show_slots(outputs, index)
+            return shown(outputs)
         return outputs
     if isinstance(outputs, tuple):
-        return tuple(show_rows(item, index, shape, tokens) for item in outputs)
+        return tuple(show_rows(item, index, shape, tokens, group) for item in outputs)
     if isinstance(outputs, dict):
         for name in list(outputs.keys()):
-            outputs[name] = show_rows(outputs[name], index, shape, tokens)
+            outputs[name] = show_rows(outputs[name], index, shape, tokens, group)
     return outputs

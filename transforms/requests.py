@@ -85,28 +85,12 @@ def decide(
         Unshared: the original forward is to run.
         ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
     """
-    try:
-        _decline(state, given, tokens)
-        _refuse(stack, state, given)
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if tokens is not None:
-            if positions is None and state.positions != PositionRule():
-                raise Unshared("this model counts positions by what it is given, and inputs_embeds come without them")
-            separates = tokens.by_axis is None or state.axes[len(tokens.by_axis)] is True
-            if mask is None and not separates and any(given.get(name) is not None for name in PACKING):
-                raise Unshared("rows are packed, and this model's masks do not look at position_ids of several axes")
-            host = tokens.rows(mask, positions, separates)
-        else:
-            host = state.positions.rows(given["input_ids"], mask, positions)
-    except (ValueError, NotImplementedError) as error:
-        if state.strict:
-            raise
-        raise Unshared(str(error)) from error
+    host = read_rows(stack, state, given, tokens)
     if len(host.length) == 1:
         raise Unshared("")
     layout = layout_of(stack, state, host)
     if not layout.shares:
-        if state.mixers and TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device)).shares:
+        if state.mixers and TreeLayout.from_rows(host, costs=costs_of(stack, state, host.device)).shares:
             raise Unshared(
                 f"rows have different padding in front, which may reach the state of {state.mixers[0].name}; pad on "
                 "the right, so that their prompt can be shared"
@@ -120,6 +104,28 @@ def decide(
         if tokens.collides(layout):
             raise Unshared("two different tokens have one fingerprint")
     return layout
+
+
+def read_rows(
+    stack: nn.Module, state: StackState, given: Mapping[str, Any], tokens: TokenInputs | None = None
+) -> HostRows:
+    """The rows of a batch; arguments and errors as of `decide`."""
+    try:
+        _decline(state, given, tokens)
+        _refuse(stack, state, given)
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if tokens is None:
+            return state.positions.rows(given["input_ids"], mask, positions)
+        if positions is None and state.positions != PositionRule():
+            raise Unshared("this model counts positions by what it is given, and inputs_embeds come without them")
+        separates = tokens.by_axis is None or state.axes[len(tokens.by_axis)] is True
+        if mask is None and not separates and any(given.get(name) is not None for name in PACKING):
+            raise Unshared("rows are packed, and this model's masks do not look at position_ids of several axes")
+        return tokens.rows(mask, positions, separates)
+    except (ValueError, NotImplementedError) as error:
+        if state.strict:
+            raise
+        raise Unshared(str(error)) from error
 
 
 def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:
@@ -141,7 +147,12 @@ def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, An
 def layout_of(stack: nn.Module, state: StackState, host: HostRows) -> TreeLayout:
     """The tree of a batch. Rows with different padding in front share nothing where it may reach a recurrent state."""
     apart = padding_before(host.begin, host.shape) if state.mixers else None
-    return TreeLayout.from_rows(host, costs=state.costs or estimated_costs(stack, host.device), apart=apart)
+    return TreeLayout.from_rows(host, costs=costs_of(stack, state, host.device), apart=apart)
+
+
+def costs_of(stack: nn.Module, state: StackState, device: torch.device) -> CostModel:
+    """What a node must save: as asked for, or estimated."""
+    return state.costs or estimated_costs(stack, device)
 
 
 def _decline(state: StackState, given: Mapping[str, Any], inputs: TokenInputs | None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from augtree_fx.dtensor_ops.site import attend
 from augtree_fx.tables import Chunks
 from augtree_fx.transforms.tracer import attention_leaf
 
@@ -50,7 +51,11 @@ def tree_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if context.kept is not None:
         context.kept.setdefault(place, (k, v))  # what a checkpointed layer computes again is not kept again
-    tables = context.tables[window if chunk is None else Chunks(chunk)]
+    span = window if chunk is None else Chunks(chunk)
+    if context.lane is not None:
+        out, _ = attend(q, k, v, context.lane, span, s_aux, scale, softcap, context.kernel)
+        return out[None]
+    tables = context.tables[span]
     spec = (scale, (window or 0) if tables.kv_index is not None else 0, softcap, context.kernel)
     if context.prompts is not None:
         out, _ = torch.ops.augtree.wave_attention(

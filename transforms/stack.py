@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from augtree_fx.dtensor_ops.lanes import Lanes
 from augtree_fx.layout import TreeLayout
+from augtree_fx.transforms import parallel
 from augtree_fx.transforms.context import GivenHidden, HiddenStates
 from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, pack_layout, show_rows
 from augtree_fx.transforms.positions import call_packed
@@ -104,6 +106,8 @@ def _run_parts(stack: nn.Module, state: StackState, original: Callable[..., Any]
 @torch.compiler.disable
 def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCall | None:
     """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model."""
+    if state.lanes is not None:
+        return _pack_for_lanes(stack, state, state.lanes, given)
     try:
         given, tokens = token_inputs(state, stack, given)
         layout = decide(stack, state, given, tokens)
@@ -128,6 +132,17 @@ def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCa
     call = pack_layout(stack, state, layout)
     arguments = call.arguments if tokens is None else embedded_arguments(call.arguments, tokens, layout)
     return replace(call, arguments=extras | arguments)
+
+
+def _pack_for_lanes(stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any]) -> PackedCall | None:
+    try:
+        call = parallel.pack_rows(stack, state, lanes, given)
+    except Unshared as reason:
+        _note(state, str(reason))
+        return None
+    state.num_shared += 1
+    extras = {name: value for name, value in given.items() if name not in (*REPLACED, *PACKING)}
+    return replace(call, arguments=extras | call.arguments)
 
 
 def _branch_tokens(layout: TreeLayout) -> int:

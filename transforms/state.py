@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from augtree_fx.costs import CostModel
+from augtree_fx.dtensor_ops.lanes import Lanes
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.recurrent import MixerSite
@@ -29,6 +30,7 @@ class StackState:
         positions: which positions tokens get by default, and how the stack takes others.
         in_waves: whether a batch is being computed in parts (`augtree_fx.prefill`).
         max_wave_tokens: packed tokens of branches that are alive at a time; ``None`` for all.
+        lanes: ranks that share batches, under context parallelism.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -42,6 +44,7 @@ class StackState:
     in_waves: bool = False
     max_wave_tokens: int | None = None
     mixers: tuple[MixerSite, ...] = ()
+    lanes: Lanes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""

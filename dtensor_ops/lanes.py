@@ -1,0 +1,192 @@
+"""Which ranks of a mesh axis work on which rows, and the process groups of such lanes, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import NoReturn
+
+import numpy as np
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from augtree_fx.dtensor_ops.agreement import TIMEOUT, HostGroup
+from augtree_fx.dtensor_ops.attention import MOVE_Q, ROTATE_KV, SCHEDULES
+from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, Shards
+from augtree_fx.layout import TreeLayout
+from augtree_fx.trie import IntArray
+
+# Moving queries sends fewer bytes when response tokens are fewer than this, times key heads over query heads, times
+# prompt tokens: bfloat16 payload, float32 partials and gradients, to first order; without overlap.
+BREAK_EVEN = 1.14
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """A lane: ranks that work on the same rows.
+
+    Attributes:
+        ranks: of the mesh axis, ascending.
+        rows: numbers of rows of the batch.
+        schedule: who moves, one of `SCHEDULES`.
+    """
+
+    ranks: tuple[int, ...]
+    rows: tuple[int, ...]
+    schedule: str
+
+
+Choose = Callable[[TreeLayout, int], Sequence[LanePlan]]  # of the whole batch's tree, and the number of ranks
+
+
+def one_lane(
+    layout: TreeLayout, num_ranks: int, *, schedule: str | None = None, kv_share: float = 0.25
+) -> list[LanePlan]:
+    """All ranks in one lane.
+
+    Args:
+        layout: the tree of the whole batch.
+        num_ranks: ranks of the axis.
+        schedule: who moves; ``None`` for whichever sends fewer bytes.
+        kv_share: key heads over query heads.
+    """
+    found = schedule or fewest_bytes(layout, kv_share)
+    return [LanePlan(tuple(range(num_ranks)), tuple(range(layout.num_rows)), found)]
+
+
+def fewest_bytes(layout: TreeLayout, kv_share: float) -> str:
+    """The schedule that moves fewest bytes: queries, partials and gradients of responses, or K and V of prompts."""
+    responses = int(layout.length[layout.level > 0].sum())
+    prompts = int(layout.length[np.isin(np.arange(layout.num_nodes), layout.parent)].sum())
+    return MOVE_Q if responses < BREAK_EVEN * kv_share * prompts else ROTATE_KV
+
+
+@dataclass(frozen=True, eq=False)
+class LanePart:
+    """What a rank computes of a batch.
+
+    Attributes:
+        shards: of its lane's tree.
+        rank: its number in the lane.
+        group: name of the lane's process group.
+        schedule: of the lane.
+        share: tokens of every rank of the axis, padding included.
+        index: ``[slots]`` where each slot of the batch lies in the shares of all ranks of the axis, -1 for padding.
+    """
+
+    shards: Shards
+    rank: int
+    group: str
+    schedule: str
+    share: int
+    index: IntArray
+
+    @property
+    def layout(self) -> TreeLayout:
+        return self.shards.layout
+
+    def tokens(self) -> IntArray:
+        """``[share]`` packed token of the lane's tree at each place of this rank, -1 for padding."""
+        return self.shards.tokens(self.rank)
+
+
+@dataclass(eq=False)
+class Lanes:
+    """Ranks of one mesh axis and how batches are given to them.
+
+    Attributes:
+        host: the ranks.
+        rows: ``"replicated"``, every rank passes the same rows, or ``"pooled"``, each passes its own.
+        choose: gives a batch's tree to lanes.
+        min_chunk_tokens: see `Shards.of`.
+    """
+
+    host: HostGroup
+    rows: str
+    choose: Choose
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
+    _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: object) -> Lanes:
+        """A copy of a model runs on the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a model on a device mesh does not pickle; augtree_fx.restore(model) first, or save its state")
+
+    @property
+    def group(self) -> str:
+        """Name of the axis's process group."""
+        return self.host.group.group_name
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.host.ranks)
+
+    def part(self, layout: TreeLayout, subtree: Callable[[tuple[int, ...]], TreeLayout]) -> LanePart:
+        """What this rank computes of a batch that all ranks of the axis know.
+
+        Args:
+            layout: the tree of the whole batch.
+            subtree: the tree of some of its rows, whose slots are those of the whole batch.
+
+        Raises:
+            ValueError: the lanes that were chosen do not partition ranks and rows.
+        """
+        plans = list(self.choose(layout, self.num_ranks))
+        check_lanes(plans, self.num_ranks, layout.num_rows)
+        trees = [layout if len(plans) == 1 else subtree(plan.rows) for plan in plans]
+        parts = [
+            Shards.of(tree, len(plan.ranks), min_chunk_tokens=self.min_chunk_tokens)
+            for tree, plan in zip(trees, plans, strict=True)
+        ]
+        share = max(shards.share for shards in parts)
+        parts = [replace(shards, share=share) for shards in parts]
+        index = np.full(layout.shape[0] * layout.shape[1], -1, dtype=np.int64)
+        for plan, shards in zip(plans, parts, strict=True):
+            packed = shards.layout.packed_index
+            here = np.flatnonzero(packed >= 0)
+            lane_rank, place = np.divmod(shards.slot[packed[here]], share)
+            index[here] = np.array(plan.ranks)[lane_rank] * share + place
+        mine = next(number for number, plan in enumerate(plans) if self.host.rank in plan.ranks)
+        ranks = plans[mine].ranks
+        group = self._group(ranks).group_name
+        return LanePart(parts[mine], ranks.index(self.host.rank), group, plans[mine].schedule, share, index)
+
+    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        if len(ranks) == self.num_ranks:
+            return self.host.group
+        if ranks not in self._groups:
+            everywhere = [self.host.ranks[rank] for rank in ranks]
+            self._groups[ranks] = distributed.new_group(
+                everywhere, self.host.timeout, backend=distributed.get_backend(self.host.group),
+                use_local_synchronization=True,
+            )  # fmt: skip
+        return self._groups[ranks]
+
+
+def check_lanes(plans: Sequence[LanePlan], num_ranks: int, num_rows: int) -> None:
+    """Raise ValueError unless lanes partition ranks and rows, and their schedules exist."""
+    ranks = sorted(rank for plan in plans for rank in plan.ranks)
+    rows = sorted(row for plan in plans for row in plan.rows)
+    if ranks != list(range(num_ranks)) or any(list(plan.ranks) != sorted(plan.ranks) for plan in plans):
+        raise ValueError(
+            f"lanes must partition {num_ranks} ranks, each in ascending order, got {[p.ranks for p in plans]}"
+        )
+    if rows != list(range(num_rows)):
+        raise ValueError(f"lanes must partition {num_rows} rows, got {[plan.rows for plan in plans]}")
+    unknown = [plan.schedule for plan in plans if plan.schedule not in SCHEDULES]
+    if unknown:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {unknown[0]!r}")
+
+
+def lanes_of(
+    group: ProcessGroup,
+    rows: str,
+    choose: Choose,
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS,
+    timeout: timedelta = TIMEOUT,
+) -> Lanes:
+    """Lanes of a mesh axis; every rank of its group calls it at the same time."""
+    return Lanes(HostGroup(group, timeout), rows, choose, min_chunk_tokens)

@@ -1,0 +1,139 @@
+"""A forward under context parallelism: all ranks of a mesh axis build one tree, and each computes its share of tokens.
+
+rows      each rank's own, or the same on all       exchanged on the host, with what every rank is about to do
+tokens    a share of the packed tree on each rank   everything outside of attention is local
+outputs   gathered, and shown in the caller's shape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from augtree_fx.dtensor_ops.agreement import digest
+from augtree_fx.dtensor_ops.lanes import LanePart, Lanes
+from augtree_fx.dtensor_ops.site import LaneTables
+from augtree_fx.layout import TreeLayout
+from augtree_fx.rows import HostRows
+from augtree_fx.transforms.context import ReplayContext
+from augtree_fx.transforms.packing import PackedCall, carrying_mask, check_sites
+from augtree_fx.transforms.path_rows import columns
+from augtree_fx.transforms.requests import Unshared, costs_of, read_rows, refuse_waves
+from augtree_fx.transforms.skeleton import CONTEXT
+from augtree_fx.transforms.state import StackState
+from augtree_fx.trie import IntArray
+
+ROWS = ("replicated", "pooled")
+
+
+def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any]) -> PackedCall:
+    """The packed call of this rank's share of a batch.
+
+    Args:
+        stack: the module.
+        state: its settings.
+        lanes: the ranks.
+        given: this rank's arguments by name.
+
+    Raises:
+        Unshared: no rank can share its rows, for the same reason.
+        RuntimeError: ranks disagree on what to do, or on the batch.
+        ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
+    """
+    rows, reason, error = None, "", None
+    try:
+        rows = read_rows(stack, state, given)
+    except Unshared as unshared:
+        reason = str(unshared) or "it asks for a KV cache, or generates"
+    except (ValueError, NotImplementedError) as raised:
+        reason, error = str(raised), raised
+    settings = {"costs": state.costs, "chunks": lanes.min_chunk_tokens, "rows are": lanes.rows, "kernel": state.kernel}
+    described: dict[str, Any] = {"what hinders sharing": reason, **{name: str(x) for name, x in settings.items()}}
+    if rows is not None and lanes.rows == "replicated":
+        described |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
+    pooled = rows if lanes.rows == "pooled" else None
+    found = lanes.host.exchange((described, None if pooled is None else _on_host(pooled)))
+    lanes.host.check("what ranks do with a batch", [each for each, _ in found])
+    if error is not None:
+        raise error
+    if rows is None:
+        raise Unshared(reason)
+    own = slice(0, rows.shape[0] * rows.shape[1])
+    shape = rows.shape
+    if pooled is not None:
+        rows, own = _pool([each for _, each in found], lanes.host.rank, rows.device)
+    costs = costs_of(stack, state, rows.device)
+
+    def subtree(some: tuple[int, ...]) -> TreeLayout:
+        chosen = np.array(some, dtype=np.int64)
+        return TreeLayout.from_rows(replace(rows, begin=rows.begin[chosen], length=rows.length[chosen]), costs=costs)
+
+    part = lanes.part(TreeLayout.from_rows(rows, costs=costs), subtree)
+    return _packed_call(stack, state, lanes, part, part.index[own], shape)
+
+
+def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> PackedCall:
+    """The packed call of this rank's share of an explicit layout, which all ranks pass.
+
+    Raises:
+        RuntimeError: ranks disagree on the layout.
+    """
+    tokens = digest(layout.length, layout.parent, layout.input_ids, layout.position_ids)
+    described = {"nodes": layout.num_nodes, "tokens": layout.num_tokens, "token ids and positions": tokens}
+    lanes.host.agree("an explicit layout", described)
+
+    def subtree(some: tuple[int, ...]) -> TreeLayout:
+        raise ValueError(f"an explicit layout of {layout.num_rows} rows runs in one lane, got one of {len(some)} rows")
+
+    part = lanes.part(layout, subtree)
+    return _packed_call(stack, state, lanes, part, part.index, layout.shape)
+
+
+def _on_host(rows: HostRows) -> tuple[IntArray, IntArray, IntArray]:
+    return rows.keys, rows.begin, rows.length
+
+
+def _pool(found: list[tuple[IntArray, IntArray, IntArray]], rank: int, device: torch.device) -> tuple[HostRows, slice]:
+    """Rows of all ranks as those of one, their slots one after another, and which slots are this rank's."""
+    sizes = [len(keys) for keys, _, _ in found]
+    first = np.cumsum([0, *sizes])
+    keys, begin, length = (np.concatenate(each) for each in zip(*found, strict=True))
+    begin = begin + np.repeat(first[:-1], [len(each) for _, each, _ in found])
+    return HostRows(keys, begin, length, (1, len(keys)), device), slice(int(first[rank]), int(first[rank + 1]))
+
+
+def _packed_call(
+    stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int]
+) -> PackedCall:
+    refuse_waves(stack, state, part.layout)
+    if lanes.rows == "pooled" and any(site.counts for site in state.sites):
+        raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")
+    check_sites(stack, state)
+    layout, device = part.layout, part.layout.device
+    tokens = part.tokens()
+    ids, positions = (
+        torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens)))[None].to(device, non_blocking=True)
+        for x in (layout.input_ids, layout.position_ids)
+    )
+    counted = None
+    if any(site.counts for site in state.sites):
+        counted = torch.from_numpy(np.where(tokens < 0, 0, _taken(columns(layout), tokens))).to(device)
+    tables = LaneTables.of(part.shards, part.rank, {site.span for site in state.sites}, part.schedule, part.group)
+    context = ReplayContext({}, False, state.kernel, counted, lane=tables)
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": carrying_mask(stack, state, context, device),
+        "position_ids": positions,
+        "use_cache": False,
+        CONTEXT: context,
+    }
+    return PackedCall(arguments, torch.from_numpy(index).to(device), shape, part.share, group=lanes.group)
+
+
+def _taken(values: IntArray, tokens: IntArray) -> IntArray:
+    return values[np.maximum(tokens, 0)] if len(values) else np.zeros_like(tokens)
