@@ -45,9 +45,18 @@ def measure(step: Callable[[], object], repeats: int, device: torch.device, warm
 
     On CUDA the repeats are queued without a wait in between, as a training step is: the host is ahead of the device.
     """
+    return summary(sample(step, repeats, device, warmups))
+
+
+def sample(step: Callable[[], object], repeats: int, device: torch.device, warmups: int = 2) -> list[float]:
+    """The milliseconds of each repeat of `measure`."""
     for _ in range(warmups):
         step()
-    times = (_on_device if device.type == "cuda" else _on_host)(step, repeats)
+    return (_on_device if device.type == "cuda" else _on_host)(step, repeats)
+
+
+def summary(times: list[float]) -> Time:
+    """Median and spread of some milliseconds."""
     return Time(statistics.median(times), max(times) - min(times))
 
 
