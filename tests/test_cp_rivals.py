@@ -7,6 +7,7 @@ A ring of two hides errors of order, so there are one, three and four ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -169,7 +170,9 @@ def check_step(key: str, name: str, kind: str, kv_heads: int, checkpointing: boo
         logps, expected = step_by_rows(model, rollout, weights)
         model.zero_grad()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # A function mode is off inside backward, where layers are recomputed.
+            settings = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), KeepFloat64())}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         cp_model.use_contenders(model)
         shard = contender.shard(rollout, CPU)
         with contender.active(shard):
