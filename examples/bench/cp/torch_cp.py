@@ -38,17 +38,17 @@ class TorchContextParallel(Contender):
         """See `Contender.shard`.
 
         Raises:
-            ValueError: rows of unequal lengths, or such that do not divide into zigzag chunks.
+            NotImplementedError: rows of unequal lengths, or such that do not divide into zigzag chunks.
         """
         lengths = set(rollout.row_lengths)
         if len(lengths) != 1:
-            raise ValueError(
+            raise NotImplementedError(
                 f"context_parallel takes dense rows of one length, got lengths {sorted(lengths)}; pad them, or race "
                 "the others alone"
             )
         (length,) = lengths
         if length % (2 * self.size):
-            raise ValueError(
+            raise NotImplementedError(
                 f"context_parallel balances rows whose length is a multiple of twice the ranks, got {length} tokens "
                 f"and {self.size} ranks; use a multiple of {2 * self.size}"
             )

@@ -36,7 +36,7 @@ class Ulysses(Contender):
         """See `Contender.attend`.
 
         Raises:
-            ValueError: the ranks do not divide the key heads, so that some would have to be copied.
+            NotImplementedError: the ranks do not divide the key heads, so that some would have to be copied.
         """
         self._check_heads(q.shape[1], k.shape[1])
         call: AttentionCall
@@ -50,7 +50,7 @@ class Ulysses(Contender):
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         if kv_heads % self.size:
             divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-            raise ValueError(
+            raise NotImplementedError(
                 f"Ulysses gives every rank whole key heads, so the ranks must divide them, got {self.size} ranks and "
                 f"{kv_heads} key heads (of {heads} heads); use {', '.join(map(str, divisors))} ranks"
             )
