@@ -20,12 +20,11 @@ from torch import Tensor, distributed
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from augtree_fx.coverage.precision import KeepFloat64
-from augtree_fx.examples.bench.cp import model as cp_model
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.dynamic import DynamicRows
 from augtree_fx.examples.bench.cp.ring_rows import RingRows
 from augtree_fx.examples.bench.cp.ring_tree import RingTree
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender
 from augtree_fx.examples.bench.cp.ulysses import Ulysses
 
 TOLERANCE = 1e-10  # relative to the largest value, float64: sums of some hundred terms, in another order
@@ -173,13 +172,12 @@ def check_step(key: str, name: str, kind: str, kv_heads: int, checkpointing: boo
             # A function mode is off inside backward, where layers are recomputed.
             settings = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), KeepFloat64())}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        cp_model.use_contenders(model)
         shard = contender.shard(rollout, CPU)
-        with contender.active(shard):
-            found = cp_model.log_probs(model, ids_of(rollout), cp_model.Run(contender, shard, "reference"))
+        with contender.prepared(model), contender.active(shard):
+            found = contender.log_probs(model, ids_of(rollout), shard, "reference")
             if shard.num_tokens:
                 (found * weights[shard.scored]).sum().backward()
-        cp_model.sum_gradients(model, distributed.group.WORLD)
+        contender.reduce_gradients(model)
     errors = {"log-probs": float((found.detach() - logps[shard.scored]).abs().max()) if len(found) else 0.0}
     for parameter, p in model.named_parameters():
         errors[parameter] = float((p.grad - expected[parameter]).abs().max() / expected[parameter].abs().max())

@@ -139,6 +139,11 @@ def peak_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
+def allocated_gib(device: torch.device) -> float:
+    """Memory that tensors hold now, in GiB; 0 on the CPU."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
 def reason_of(error: Exception) -> str:
     """Why something did not run, in one line; the whole traceback goes to stderr unless memory simply ran out."""
     if isinstance(error, torch.OutOfMemoryError):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from augtree_fx.examples.bench import timing
 from augtree_fx.examples.bench.attention import TOLERANCE, leaves_of
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 from augtree_fx.examples.bench.cp.world import World
 from augtree_fx.examples.bench.rivals import Case, Inputs, Outcome
 
@@ -31,6 +32,7 @@ def measure(
     """
     rollout = Rollout.of(case.shape)
     shard = contender.shard(rollout, case.device)
+    others = timing.allocated_gib(case.device)  # inputs and truth of all tokens, which no contender needs
     local = local_inputs(rollout, shard, inputs, contender.reuse)
     figures: dict[str, Any] = {"tokens": world.all_of(shard.num_tokens)}
     with contender.active(shard):
@@ -50,7 +52,7 @@ def measure(
         timing.reset_peak(case.device)
         figures["forward"] = world.measure(lambda: attend(*leaves), repeats)
         figures["both"] = world.measure(lambda: torch.autograd.grad(attend(*leaves), leaves, local.dout), repeats)
-        figures["peak_gib"] = world.peak_gib()
+        figures["peak_gib"] = world.peak_gib(others)
         out = attend(*leaves)
         figures["backward"] = world.measure(
             lambda: torch.autograd.grad(out, leaves, local.dout, retain_graph=True), repeats

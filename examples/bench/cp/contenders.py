@@ -9,10 +9,10 @@ from functools import partial
 from torch import distributed
 from torch.nn.attention import SDPBackend
 
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.dynamic import DynamicRows
 from augtree_fx.examples.bench.cp.ring_rows import RingRows
 from augtree_fx.examples.bench.cp.ring_tree import RingTree
-from augtree_fx.examples.bench.cp.shard import Contender
 from augtree_fx.examples.bench.cp.torch_cp import TorchContextParallel
 from augtree_fx.examples.bench.cp.ulysses import Ulysses
 

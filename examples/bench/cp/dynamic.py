@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.ring import ring_attention
 from augtree_fx.examples.bench.cp.ring_rows import causal_ring
 from augtree_fx.examples.bench.cp.rollout import Rollout
 from augtree_fx.examples.bench.cp.schedule import TOKEN_PAIRS, blocks_of, schedule
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 from augtree_fx.examples.bench.cp.zigzag import Zigzag
 from augtree_fx.reference import AttentionSpec
 

@@ -6,15 +6,20 @@ models at a time are no matter. Everything else in a decoder works token by toke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
 from transformers import AttentionInterface
 
 from augtree_fx.examples.bench import grpo
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
+
+if TYPE_CHECKING:
+    from augtree_fx.examples.bench.cp.contender import Contender
 
 ATTENTION = "augtree_bench_cp"  # no "flash" in it: transformers would take it for one of its own
 
@@ -34,10 +39,16 @@ class Run:
     kernel: str
 
 
-def use_contenders(model: Any) -> None:
+@contextmanager
+def with_contenders(model: Any) -> Iterator[None]:
     """Let a model take its attention from the contender that `log_probs` is given."""
+    before = model.config._attn_implementation
     AttentionInterface.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _attention(
@@ -68,7 +79,7 @@ def log_probs(model: Any, input_ids: Tensor, run: Run) -> Tensor:
     """Log-probs of the response tokens that this rank's tokens predict; inside `Contender.active`.
 
     Args:
-        model: after `use_contenders`.
+        model: inside `with_contenders`.
         input_ids: ``[row tokens]`` int64, those of all rows, the same on every rank.
         run: how.
 

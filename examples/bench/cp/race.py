@@ -12,8 +12,8 @@ from tabulate import tabulate
 from augtree_fx.examples.bench import attention as one_device
 from augtree_fx.examples.bench import models, timing, varlen
 from augtree_fx.examples.bench.cp import attention, contenders, step
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.contenders import Entry
-from augtree_fx.examples.bench.cp.shard import Contender
 from augtree_fx.examples.bench.cp.world import World
 from augtree_fx.examples.bench.rivals import Case
 from augtree_fx.examples.bench.shapes import BACKWARD_FLOP, FORWARD_FLOP, Heads, Shape

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed
 
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.ring import Ring, ring_attention
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 from augtree_fx.examples.bench.cp.zigzag import Zigzag, make_calls, unmasked_calls
 from augtree_fx.reference import AttentionSpec
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.ring import Ring, ring_attention
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 from augtree_fx.examples.bench.cp.zigzag import Family, Zigzag, make_calls, pieces, shifted, unmasked_calls
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import AttentionCall

@@ -1,15 +1,13 @@
-"""What one rank holds of a batch, and the one interface of all contenders."""
+"""What one rank holds of a batch."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from augtree_fx.examples.bench.cp.rollout import Rollout
 
@@ -64,45 +62,3 @@ class Shard:
     def num_tokens(self) -> int:
         """Local tokens, over the whole batch dim."""
         return self.row_token.numel()
-
-
-class Contender(ABC):
-    """One way to run a batch under context parallelism: who holds which token, and attention between them.
-
-    Every rank makes one with the same arguments, and calls its methods in lock step with the same batch.
-
-    Attributes:
-        reuse: whether a prompt is computed once for all of its responses.
-    """
-
-    reuse: bool = False
-
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-
-    @abstractmethod
-    def shard(self, rollout: Rollout, device: torch.device) -> Shard:
-        """This rank's share of a batch.
-
-        Raises:
-            ValueError: the batch is too small for this many ranks.
-        """
-
-    @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, scale: float, kernel: str) -> Tensor:
-        """Differentiable attention of the local tokens to every token of the batch that they see.
-
-        Args:
-            q: ``[tokens, heads, head size]``, local; k, v: ``[tokens, key heads, head size]``; one dtype.
-            shard: of this contender.
-            scale: factor of the logits.
-            kernel: one of `augtree_fx.kernels.NAMES`, for each attention piece.
-
-        Returns:
-            ``[tokens, heads, head size]``, local.
-        """
-
-    def active(self, shard: Shard) -> AbstractContextManager[Any]:
-        """What has to be entered around forward and backward."""
-        return nullcontext()

@@ -11,9 +11,9 @@ from torch import Tensor, distributed
 import augtree_fx
 from augtree_fx.examples.bench import contenders as one_device
 from augtree_fx.examples.bench import grpo, models, timing
-from augtree_fx.examples.bench.cp import model as cp_model
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 from augtree_fx.examples.bench.cp.world import World
 from augtree_fx.examples.bench.grpo import Batch, Outcome
 from augtree_fx.examples.bench.shapes import Shape
@@ -61,7 +61,6 @@ def prepare(world: World, model: Any, shape: Shape, check_rows: int, kernel: str
         for name, bound in one_device.TOLERANCE[dtype].items()
     }
     models.set_checkpointing(model, checkpointing)
-    cp_model.use_contenders(model)
     return Case(model, batch, check_rows, found[0], bounds)
 
 
@@ -69,6 +68,13 @@ def measure(
     world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str, repeats: int
 ) -> dict[str, Any]:
     """Figures of a contender's step, checked on the whole batch with the loss of its first rows, then timed."""
+    with contender.prepared(case.model):
+        return _measure(world, contender, case, rows_at_a_time, kernel, repeats)
+
+
+def _measure(
+    world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str, repeats: int
+) -> dict[str, Any]:
     shards = make_shards(contender, case.batch, rows_at_a_time)
     figures: dict[str, Any] = {"tokens": world.all_of(sum(shard.num_tokens for shard in shards))}
     check = case.batch.only(case.check_rows)
@@ -108,14 +114,13 @@ def update(
     parts = zip(batch.split(rows_at_a_time), logps.split(rows_at_a_time), shards, strict=True)
     for part, part_logps, shard in parts:
         with contender.active(shard):
-            run = cp_model.Run(contender, shard, kernel)
-            found = cp_model.log_probs(model, part.input_ids.flatten(), run)
+            found = contender.log_probs(model, part.input_ids.flatten(), shard, kernel)
             loss = local_loss(found, part, shard)
             if loss.requires_grad:
                 loss.backward()
         total += loss.detach()
         part_logps.view(-1)[shard.scored] = found.detach().to(part_logps.dtype)
-    cp_model.sum_gradients(model, contender.group)
+    contender.reduce_gradients(model)
     for tensor in (total, logps):
         distributed.all_reduce(tensor, group=contender.group)
     return total, logps

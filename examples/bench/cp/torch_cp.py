@@ -17,8 +17,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 
 
 class TorchContextParallel(Contender):
@@ -69,8 +70,7 @@ class TorchContextParallel(Contender):
         Raises:
             NotImplementedError: the tensors are not on CUDA.
         """
-        if q.device.type != "cuda":
-            raise NotImplementedError(f"torch's ring patches sdpa's CUDA kernels, the tensors are on {q.device.type}")
+        self._check_device(q.device)
         if self.repeat_kv:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         rows = len(shard.row_token)
@@ -79,3 +79,7 @@ class TorchContextParallel(Contender):
             grouped = q.shape[1] != k.shape[1]
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise NotImplementedError(f"torch's ring patches sdpa's CUDA kernels, the tensors are on {device.type}")

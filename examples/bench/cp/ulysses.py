@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, distributed
 
 from augtree_fx.examples.bench import varlen
+from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.rollout import Rollout
-from augtree_fx.examples.bench.cp.shard import Contender, Shard
+from augtree_fx.examples.bench.cp.shard import Shard
 from augtree_fx.examples.bench.cp.zigzag import make_calls, pieces
 from augtree_fx.tables import AttentionCall
 

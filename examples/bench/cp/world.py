@@ -63,10 +63,11 @@ class World:
         times = self.all_of(timing.sample(step, repeats, self.device, warmups))
         return timing.summary([max(repeat) for repeat in zip(*times, strict=True)])
 
-    def peak_gib(self) -> float | None:
-        """`timing.peak_gib` of the fullest rank."""
-        peaks = [peak for peak in self.all_of(timing.peak_gib(self.device)) if peak is not None]
-        return max(peaks, default=None)
+    def peak_gib(self, others: float = 0.0) -> float | None:
+        """`timing.peak_gib` of the fullest rank, without the GiB that ``others`` hold on this one."""
+        peak = timing.peak_gib(self.device)
+        peaks = self.all_of(None if peak is None else peak - others)
+        return None if None in peaks else max(peaks)
 
     def attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Figures of some work that all ranks do, or the first rank's reason why there are none.
@@ -115,6 +116,7 @@ def joined(device_type: str, seconds: int) -> Iterator[World]:
         # Verdicts are waited for while some other rank computes the reference: no short time-out here.
         host = distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
         yield World(group, host, device)
+        distributed.destroy_process_group(host)
     finally:
         if not here:
             distributed.destroy_process_group()
