@@ -86,8 +86,9 @@ def check_attention(key: str, name: str, heads: int, kv_heads: int) -> dict[str,
     if not contender.reuse:
         weights = weights / torch.from_numpy(rollout.copies)[shard.distinct][:, None, None]
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = contender.attend(*leaves, shard, 0.4, "reference")
-    gradients = torch.autograd.grad(out, leaves, weights)
+    with contender.active(shard):
+        out = contender.attend(*leaves, shard, 0.4, "reference")
+        gradients = torch.autograd.grad(out, leaves, weights)
     truth = by_rows(rollout, heads, kv_heads)
     found = [truth[0].clone()]
     found[0][shard.distinct] = out.detach()
