@@ -17,11 +17,13 @@ class Hop:
         arriving: where the message of the rank before is put; not to be read before `wait`.
         leaving: what the next rank gets; kept, and not to be written, until `wait`.
         works: handles of both.
+        tag: of the messages.
     """
 
     arriving: Tensor
     leaving: Tensor
     works: list[Any]
+    tag: int
 
     def wait(self) -> Tensor:
         """What arrived. On CUDA the current stream waits for it, not the host."""
@@ -50,4 +52,4 @@ def start_hop(leaving: Tensor, num_arriving: int, group: distributed.ProcessGrou
             distributed.P2POp(distributed.irecv, arriving, group=group, tag=tag, group_peer=(rank - 1) % size),
         ]
     )
-    return Hop(arriving, leaving, works)
+    return Hop(arriving, leaving, works, tag)
