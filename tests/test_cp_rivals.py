@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attention_reference import Site, dense_row
@@ -78,10 +78,21 @@ def by_rows(rollout: Rollout, heads: int, kv_heads: int) -> list[Tensor]:
     return [out, *torch.autograd.grad(total, leaves)]
 
 
-def check_attention(key: str, name: str, heads: int, kv_heads: int) -> dict[str, float]:
-    """Largest error of a contender's output and gradients, relative to the largest value of the truth."""
+@dataclass
+class Found:
+    """What one rank found: errors relative to the largest value of the truth, and what it holds."""
+
+    errors: dict[str, float]
+    held: list[int]
+    scored: list[int]
+    target: list[int]
+
+
+def check_attention(key: str, name: str, heads: int, kv_heads: int) -> Found:
+    """A contender's output and gradients against the truth."""
     rollout, contender = ROLLOUTS[name], CONTENDERS[key](distributed.group.WORLD)
     shard = contender.shard(rollout, CPU)
+    assert torch.equal(shard.position, torch.from_numpy(rollout.position)[shard.row_token])
     *inputs, weights = (x[shard.distinct] for x in draw(rollout, heads, kv_heads))
     if not contender.reuse:
         weights = weights / torch.from_numpy(rollout.copies)[shard.distinct][:, None, None]
@@ -97,40 +108,35 @@ def check_attention(key: str, name: str, heads: int, kv_heads: int) -> dict[str,
         distributed.all_reduce(total)
         found.append(total)
     pairs = zip(("out", "dq", "dk", "dv"), found, truth, strict=True)
-    return {name: float((x - y).abs().max() / y.abs().max()) for name, x, y in pairs}
+    errors = {name: float((x - y).abs().max() / y.abs().max()) for name, x, y in pairs}
+    held = shard.distinct if contender.reuse else shard.row_token.flatten()
+    return Found(errors, held.tolist(), shard.scored.tolist(), shard.target.tolist())
+
+
+def response_tokens(rollout: Rollout) -> list[int]:
+    """Row token of every response token, counted by hand."""
+    tokens, start = [], 0
+    for prompt, group in zip(rollout.prompts, rollout.responses, strict=True):
+        for length in group:
+            tokens += range(start + prompt, start + prompt + length)
+            start += prompt + length
+    return tokens
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
 @pytest.mark.parametrize("key", CONTENDERS)
 def test_attention_equals_dense_rows(ranks: Ranks, key: str, name: str) -> None:
-    heads = 2 * ranks.num_ranks if key == "ulysses" else 4
-    for errors in ranks.run(check_attention, key, name, heads, heads // 2):
-        assert all(error <= TOLERANCE for error in errors.values()), errors
-
-
-def held_tokens(key: str, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rollout, contender = ROLLOUTS[name], CONTENDERS[key](distributed.group.WORLD)
-    shard = contender.shard(rollout, CPU)
-    assert torch.equal(shard.position, torch.from_numpy(rollout.position)[shard.row_token])
-    numbers = shard.distinct if contender.reuse else shard.row_token.flatten()
-    return numbers.numpy(), shard.scored.numpy(), shard.target.numpy()
-
-
-@pytest.mark.parametrize("name", ROLLOUTS)
-@pytest.mark.parametrize("key", CONTENDERS)
-def test_every_token_is_held_once_and_every_response_token_scored_once(ranks: Ranks, key: str, name: str) -> None:
-    rollout = ROLLOUTS[name]
-    held, scored, targets = (np.concatenate(parts) for parts in zip(*ranks.run(held_tokens, key, name), strict=True))
+    """And every token is held once, every response token scored once, by one rank."""
+    heads, rollout = 2 * ranks.num_ranks if key == "ulysses" else 4, ROLLOUTS[name]
+    results = ranks.run(check_attention, key, name, heads, heads // 2)
+    for found in results:
+        assert all(error <= TOLERANCE for error in found.errors.values()), found.errors
     count = rollout.num_distinct if key == "ring-reuse" else rollout.num_row_tokens
-    assert sorted(held) == list(range(count))
-    expected = [
-        start + prompt + i
-        for start, prompt, length in zip(
-            rollout.row_starts, [rollout.prompts[g] for g in rollout.group_of_row], rollout.flat_responses, strict=False
-        )
-        for i in range(length)
-    ]
-    assert sorted(scored) == list(range(len(expected))) and [expected[i] for i in scored] == list(targets)
+    assert sorted(token for found in results for token in found.held) == list(range(count))
+    targets = response_tokens(rollout)
+    assert sorted(number for found in results for number in found.scored) == list(range(len(targets)))
+    for found in results:
+        assert found.target == [targets[number] for number in found.scored]
 
 
 def tiny(kind: str, kv_heads: int) -> Any:

@@ -37,8 +37,8 @@ def measure(
     figures: dict[str, Any] = {"tokens": world.all_of(shard.num_tokens)}
     with contender.active(shard):
 
-        def attend(*qkv: Tensor) -> Tensor:
-            return contender.attend(*qkv, shard, case.scale, kernel)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return contender.attend(q, k, v, shard, case.scale, kernel)
 
         leaves = leaves_of(local)
         out = attend(*leaves)

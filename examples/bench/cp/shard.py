@@ -52,11 +52,19 @@ class Shard:
         place[number[held]] = np.arange(len(held))
         predictor = place[number[rollout.scored - 1]]
         here = np.flatnonzero(predictor >= 0)
-        arrays = (
-            np.atleast_2d(row_token), np.atleast_2d(rollout.position[row_token]), rollout.distinct[held],
-            predictor[here], rollout.scored[here], here,
-        )  # fmt: skip
-        return Shard(*(torch.from_numpy(x.astype(np.int64)).to(device) for x in arrays), plan)
+
+        def local(numbers: np.ndarray) -> Tensor:
+            return torch.from_numpy(numbers.astype(np.int64)).to(device)
+
+        return Shard(
+            row_token=local(np.atleast_2d(row_token)),
+            position=local(np.atleast_2d(rollout.position[row_token])),
+            distinct=local(rollout.distinct[held]),
+            predictor=local(predictor[here]),
+            target=local(rollout.scored[here]),
+            scored=local(here),
+            plan=plan,
+        )
 
     @property
     def num_tokens(self) -> int:
