@@ -1,7 +1,7 @@
 """torch's context parallelism as a contender, on the CPU: its own ring and dispatch, with a CPU kernel put inside.
 
-torch's ring calls CUDA's flash op. Here that op's local computation is the CPU's flash in float64; nothing else changes,
-so the order of tokens, rows, GQA, backward and recomputation inside the context are those of the benchmark.
+torch's ring calls CUDA's flash op. Here that op's local computation is the CPU's flash in float64; nothing else
+changes, so the order of tokens, rows, GQA, backward and recomputation inside the context are those of the benchmark.
 """
 
 from __future__ import annotations

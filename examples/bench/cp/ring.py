@@ -130,7 +130,9 @@ def _forward(
         keys, values = _unpack(packed, ring.visiting(step), k, v)
         for call in calls:
             rows, seen = call.q_range, call.k_range
-            partials.append((rows, *kernels.forward(q[rows], keys[seen], values[seen], call, spec, kernel)))
+            # A query is in one causal call, whose partial may be written where the result goes: the merge is in place.
+            into = (out[rows], lse[:, rows]) if call.causal else (None, None)
+            partials.append((rows, *kernels.forward(q[rows], keys[seen], values[seen], call, spec, kernel, *into)))
         if coming is not None:
             packed = coming.wait()
     _merge_into(out, lse, partials)
@@ -146,7 +148,8 @@ def _merge_into(out: Tensor, lse: Tensor, partials: Sequence[tuple[slice, Tensor
             if rows.start <= begin and end <= rows.stop
         ]
         if len(inside) == 1:
-            out[begin:end], lse[:, begin:end] = inside[0]
+            if inside[0][0].data_ptr() != out[begin:end].data_ptr():
+                out[begin:end], lse[:, begin:end] = inside[0]
         else:
             outs, lses = zip(*inside, strict=True)
             merge.partial_softmax(outs, lses, None, out=out[begin:end], lse=lse[:, begin:end])
@@ -163,7 +166,9 @@ def _backward(
     spec: AttentionSpec,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one ring by this rank's q, k and v, in the accumulation dtype."""
+    """Gradients of one ring by this rank's q, k and v, summed in the accumulation dtype."""
+    if ring.size == 1 and len(ring.calls[0]) == 1:  # nothing to add up
+        return kernels.backward(dout, None, q, k, v, out, lse, ring.calls[0][0], spec, kernel)
     wide = accumulation_dtype(q.dtype)
     packed, width = _pack(k, v), k[0].numel() + v[0].numel()
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
