@@ -23,6 +23,11 @@ STEP_SHAPES = {
     "cuda": ["32768x16x1024", "8192x8x1024", "4096x8x4096", "1024x16x8192", "1024x64x1024"],
     "cpu": ["96x4x16"],
 }
+# Under context parallelism: long prompts, then long responses; on the CPU, rows that up to 8 ranks divide.
+CP_SHAPES = {
+    "attention": {"cuda": ["65536x16x1024", "32768x16x1024", "4096x8x8192"], "cpu": ["96x3x32"]},
+    "step": {"cuda": ["32768x16x1024", "4096x8x8192"], "cpu": ["96x4x16"]},
+}
 MODELS = {"cuda": ["0.6B", "1.7B", "4B", "8B"], "cpu": ["tiny"]}
 SKIPPABLE = ("rows", "copied", "prefix-grouper", "flex", "sdpa")
 _NOTE = "On the CPU it runs the same comparison on small shapes, to see that everything works; its times mean little."
@@ -35,9 +40,10 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx bench") -> 
         0; 1 when the parity gate failed. A usage error ends in ``SystemExit(2)``.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Measure against what else there is, behind a parity gate.")
-    commands = parser.add_subparsers(required=True, metavar="attention | step", dest="bench")
+    commands = parser.add_subparsers(required=True, metavar="attention | step | cp", dest="bench")
     add_attention(commands)
     add_step(commands)
+    add_cp(commands)
     given = parser.parse_args(arguments)
     return given.run(given, given.parser)
 
@@ -53,6 +59,12 @@ def _writable(text: str) -> str:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
     return text
+
+
+def _add_heads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=_number, help="query heads; default 32, on the CPU 4")
+    parser.add_argument("--kv-heads", type=_number, help="key heads; default 8, on the CPU 2")
+    parser.add_argument("--head-dim", type=_number, help="head size; default 128, on the CPU 16")
 
 
 def _add_common(parser: argparse.ArgumentParser, repeats: int) -> None:
@@ -79,9 +91,7 @@ def add_attention(commands: argparse._SubParsersAction) -> None:
     _add_common(parser, repeats=10)
     for name, what in (("prompt", "tokens of the prompt"), ("branches", "responses"), ("response", "tokens of each")):
         parser.add_argument(f"--{name}", type=_number, help=f"{what}; with the other two, one more shape")
-    parser.add_argument("--heads", type=_number, help="query heads; default 32, on the CPU 4")
-    parser.add_argument("--kv-heads", type=_number, help="key heads; default 8, on the CPU 2")
-    parser.add_argument("--head-dim", type=_number, help="head size; default 128, on the CPU 16")
+    _add_heads(parser)
     parser.add_argument(
         "--kernel", choices=kernels.NAMES[1:], action="append", default=[],
         help="also run our op with this kernel alone; may be given several times",
@@ -132,6 +142,37 @@ def add_step(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_step, parser=parser)
 
 
+def add_cp(commands: argparse._SubParsersAction) -> None:
+    """Declare ``bench cp``."""
+    parser = commands.add_parser(
+        "cp", help="attention, or an update step, under context parallelism; run it by torchrun",
+        description="Attention of one group, or an update step of Qwen3, under every kind of context parallelism there "
+        "is, one process for each rank: torchrun --nproc-per-node 2 -m augtree_fx bench cp. "
+        "Parity is checked against rows in a single process, times are those of the slowest rank. " + _NOTE,
+    )  # fmt: skip
+    _add_common(parser, repeats=5)
+    _add_heads(parser)
+    parser.add_argument("--kernel", choices=kernels.NAMES, default="auto", help="of attention pieces; default auto")
+    parser.add_argument("--only", nargs="+", metavar="KEY", help="contenders that take part; default all")
+    parser.add_argument("--skip", nargs="+", metavar="KEY", default=[], help="contenders to leave out")
+    parser.add_argument("--step", action="store_true", help="an update step of a model instead of attention alone")
+    parser.add_argument("--model", choices=["tiny", *MODELS["cuda"]], help="of the step; default 8B, on the CPU tiny")
+    parser.add_argument("--layers", type=_number, help="decoder layers instead of the model's own number")
+    parser.add_argument("--checkpointing", choices=["on", "off"], default="on", help="of layers; default on")
+    parser.add_argument(
+        "--rows", nargs="+", type=_number, default=[], metavar="K",
+        help="of a step without reuse: rows of one forward, one run of each; default all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check-rows", type=_number, metavar="K",
+        help="of a step: only the first K rows have a loss in the parity gate, which runs them one by one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=_number, default=300, help="a collective that a rank does not join for as long ends the run"
+    )
+    parser.set_defaults(run=_cp, parser=parser)
+
+
 def _device(given: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:
     try:
         return timing.pick_device(given.device)
@@ -143,12 +184,17 @@ def _dtype(given: argparse.Namespace, device: torch.device) -> torch.dtype:
     return getattr(torch, given.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
-def _attention(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    device = _device(given, parser)
+def _heads(given: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> Heads:
     heads, kv_heads, head_dim = (32, 8, 128) if device.type == "cuda" else (4, 2, 16)
     sizes = Heads(given.heads or heads, given.kv_heads or kv_heads, given.head_dim or head_dim)
     if sizes.heads % sizes.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, got {sizes.heads} and {sizes.kv_heads}")
+    return sizes
+
+
+def _attention(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device = _device(given, parser)
+    sizes = _heads(given, device, parser)
     shapes = list(given.shape or [])
     one = (given.prompt, given.branches, given.response)
     if any(one):
@@ -192,3 +238,25 @@ def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         time_rows=given.time_rows, skip=given.skip, json=given.json,
     )  # fmt: skip
     return step.run(options)
+
+
+def _cp(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device = _device(given, parser)
+    from augtree_fx.examples.bench.cp import contenders, race, world
+
+    unknown = [key for key in [*(given.only or []), *given.skip] if key not in contenders.KEYS]
+    if unknown:
+        parser.error(f"contenders are {', '.join(contenders.KEYS)}, got {', '.join(unknown)}")
+    level = "step" if given.step else "attention"
+    options = race.Options(
+        shapes=given.shape or [parse_shape(text) for text in CP_SHAPES[level][device.type]],
+        keys=[key for key in given.only or contenders.KEYS if key not in given.skip],
+        heads=_heads(given, device, parser), dtype=_dtype(given, device), repeats=given.repeats, kernel=given.kernel,
+        json=given.json, model=(given.model or MODELS[device.type][-1]) if given.step else None, layers=given.layers,
+        checkpointing=given.checkpointing == "on", rows=given.rows or [0], check_rows=given.check_rows,
+    )  # fmt: skip
+    try:
+        with world.joined(device.type, given.seconds) as ranks:
+            return race.run(ranks, options)
+    except world.NoRanks as error:
+        parser.error(str(error))

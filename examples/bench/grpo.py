@@ -90,11 +90,23 @@ def log_probs(model: Any, batch: Batch) -> Tensor:
     """``[rows, response]`` log-probs of the response tokens, float32 or wider; no ``[tokens, vocabulary]`` lives."""
     ids = batch.input_ids
     hidden = model.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
-    chunks = hidden[:, batch.prompt - 1 : -1].flatten(0, 1).split(HEAD_TOKENS)
-    targets = ids[:, batch.prompt :].flatten().split(HEAD_TOKENS)
-    weight = model.lm_head.weight
-    parts = [checkpoint(_score, h, weight, t, use_reentrant=False) for h, t in zip(chunks, targets, strict=True)]
-    return torch.cat(parts).view(batch.old_logps.shape)
+    predictors, targets = hidden[:, batch.prompt - 1 : -1].flatten(0, 1), ids[:, batch.prompt :].flatten()
+    return token_log_probs(predictors, model.lm_head.weight, targets).view(batch.old_logps.shape)
+
+
+def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Log-prob of each target under an LM head, in chunks that are recomputed in backward.
+
+    Args:
+        hidden: ``[tokens, hidden size]``, of the tokens that predict.
+        weight: ``[vocabulary, hidden size]``, the head's.
+        targets: ``[tokens]`` int64.
+
+    Returns:
+        ``[tokens]``, float32 or wider.
+    """
+    pairs = zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True)
+    return torch.cat([checkpoint(_score, h, weight, t, use_reentrant=False) for h, t in pairs])
 
 
 def _score(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

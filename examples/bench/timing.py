@@ -45,9 +45,18 @@ def measure(step: Callable[[], object], repeats: int, device: torch.device, warm
 
     On CUDA the repeats are queued without a wait in between, as a training step is: the host is ahead of the device.
     """
+    return summary(sample(step, repeats, device, warmups))
+
+
+def sample(step: Callable[[], object], repeats: int, device: torch.device, warmups: int = 2) -> list[float]:
+    """The milliseconds of each repeat of `measure`."""
     for _ in range(warmups):
         step()
-    times = (_on_device if device.type == "cuda" else _on_host)(step, repeats)
+    return (_on_device if device.type == "cuda" else _on_host)(step, repeats)
+
+
+def summary(times: list[float]) -> Time:
+    """Median and spread of some milliseconds."""
     return Time(statistics.median(times), max(times) - min(times))
 
 
@@ -128,6 +137,11 @@ def reset_peak(device: torch.device) -> None:
 def peak_gib(device: torch.device) -> float | None:
     """Peak of allocated memory since `reset_peak`, in GiB; ``None`` on the CPU, which keeps no such count."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def allocated_gib(device: torch.device) -> float:
+    """Memory that tensors hold now, in GiB; 0 on the CPU."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def reason_of(error: Exception) -> str:

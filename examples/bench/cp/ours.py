@@ -1,0 +1,115 @@
+"""The library's own context parallelism as a contender: one schedule, or whichever it takes for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+import augtree_fx
+from augtree_fx import TreeLayout
+from augtree_fx.dtensor_ops.lanes import one_lane
+from augtree_fx.dtensor_ops.shards import Shards
+from augtree_fx.dtensor_ops.site import LaneTables, attend
+from augtree_fx.examples.bench import grpo, models
+from augtree_fx.examples.bench.cp.contender import Contender
+from augtree_fx.examples.bench.cp.rollout import Rollout
+from augtree_fx.examples.bench.cp.shard import Shard
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What attention of a batch needs.
+
+    Attributes:
+        lane: tables of this rank, by schedule.
+        share: tokens of every rank, padding included.
+        rollout: the batch.
+        layout: its tree, by row tokens.
+    """
+
+    lane: dict[str, LaneTables]
+    share: int
+    rollout: Rollout
+    layout: TreeLayout
+
+
+class Ours(Contender):
+    """Prompts once, zigzag; responses whole on the rank with fewest tokens; keys or queries move.
+
+    Args:
+        group: the ranks of the axis.
+        schedule: who moves; ``None`` for what `transform` takes by itself.
+    """
+
+    reuse = True
+
+    def __init__(self, group: distributed.ProcessGroup, schedule: str | None = None) -> None:
+        super().__init__(group)
+        self.schedule = schedule
+        kind = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+        self.mesh = DeviceMesh.from_group(group, kind)
+
+    def shard(self, rollout: Rollout, device: torch.device) -> Shard:
+        """See `Contender.shard`."""
+        layout = _layout(rollout, torch.arange(rollout.num_row_tokens), device)
+        shards = Shards.of(layout, self.size)
+        tokens = shards.tokens(self.rank)
+        held = layout.source[tokens[tokens >= 0]]
+        schedules = {self._schedule(layout, kv_share) for kv_share in (1 / 8, 1 / 4, 1 / 2, 1)}
+        lanes = {
+            schedule: LaneTables.of(shards, self.rank, {None}, schedule, self.group.group_name)
+            for schedule in schedules
+        }
+        return Shard.of(rollout, held, device, Plan(lanes, shards.share, rollout, layout), reuse=True)
+
+    def _schedule(self, layout: TreeLayout, kv_share: float) -> str:
+        (plan,) = one_lane(layout, self.size, schedule=self.schedule, kv_share=kv_share)
+        return plan.schedule
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, scale: float, kernel: str) -> Tensor:
+        """See `Contender.attend`."""
+        plan: Plan = shard.plan
+        missing = plan.share - len(q)
+        if missing:
+            q, k, v = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
+        schedule = self._schedule(plan.layout, k.shape[1] / q.shape[1])
+        out, _ = attend(q, k, v, plan.lane[schedule], None, None, scale, 0.0, kernel)
+        return out[: plan.share - missing]
+
+    @contextmanager
+    def prepared(self, model: Any) -> Iterator[None]:
+        """The model transformed for the time being."""
+        models.use_rows_kernel(model, "sdpa")
+        augtree_fx.transform(model, mesh=self.mesh, schedule=self.schedule)
+        try:
+            yield
+        finally:
+            augtree_fx.restore(model)
+
+    def log_probs(self, model: Any, input_ids: Tensor, shard: Shard, kernel: str) -> Tensor:
+        """See `Contender.log_probs`."""
+        layout = _layout(shard.plan.rollout, input_ids.cpu(), input_ids.device)
+        packed = augtree_fx.pack(model, layout)
+        hidden = model.model(**packed.arguments).last_hidden_state[0]
+        return grpo.token_log_probs(hidden[shard.predictor], model.lm_head.weight, input_ids[shard.target])
+
+
+def _layout(rollout: Rollout, ids: Tensor, device: torch.device) -> TreeLayout:
+    """The tree of a batch whose row tokens are ``ids``, on the host."""
+    rows = list(ids.split(rollout.row_lengths))
+    prompts: list[Tensor] = []
+    responses: list[list[Tensor]] = []
+    for row, group in zip(rows, rollout.group_of_row, strict=True):
+        length = rollout.prompts[group]
+        if group == len(prompts):
+            prompts.append(row[:length])
+            responses.append([])
+        responses[group].append(row[length:])
+    return TreeLayout.from_groups(prompts, responses, device=device)

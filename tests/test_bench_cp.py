@@ -1,0 +1,133 @@
+"""`python -m augtree_fx bench cp` end to end on gloo ranks: the gate, what it catches, what it prints, its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from ranks import Ranks
+from torch import Tensor
+
+from augtree_fx.__main__ import main
+from augtree_fx.examples.bench.cp import exchange, ring
+
+CP = ["bench", "cp", "--device", "cpu", "--repeats", "1"]
+ATTENTION = [*CP, "--shape", "45x3x11", "--heads", "6", "--kv-heads", "3"]
+STEP = [*CP, "--step", "--shape", "30x3x12", "--layers", "1"]
+RATIO = re.compile(r"\d\.\d\dx")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    group = Ranks(3, tmp_path_factory.mktemp("ranks"))
+    yield group
+    group.stop()
+
+
+def _without_arriving_gradients() -> Any:
+    """What other ranks say about our keys is lost: each hop of gradients arrives empty."""
+
+    def wait(hop: exchange.Hop) -> Tensor:
+        arrived = right(hop)
+        return arrived.zero_() if hop.tag == ring._GRADIENTS else arrived
+
+    right = exchange.Hop.wait
+    return mock.patch.object(exchange.Hop, "wait", wait)
+
+
+def _stale_keys() -> Any:
+    """The keys that visit are those that this rank sent away."""
+
+    def wait(hop: exchange.Hop) -> Tensor:
+        arrived = right(hop)
+        same = min(len(arrived), len(hop.leaving))
+        if hop.tag == ring._KV:
+            arrived[:same] = hop.leaving[:same]
+        return arrived
+
+    right = exchange.Hop.wait
+    return mock.patch.object(exchange.Hop, "wait", wait)
+
+
+FAULTS = {"none": contextlib.nullcontext, "lost gradients": _without_arriving_gradients, "stale keys": _stale_keys}
+
+
+def bench(arguments: list[str], fault: str = "none") -> tuple[int, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), FAULTS[fault]():
+        return main(arguments), printed.getvalue()
+
+
+def run(ranks: Ranks, arguments: list[str], file: Path, fault: str = "none") -> tuple[int, str, dict[str, Any]]:
+    """Exit status (that of all ranks), what the first rank printed, and the JSON file."""
+    results = ranks.run(bench, [*arguments, "--json", str(file)], fault, seconds=120)
+    assert len({status for status, _ in results}) == 1 and not any(text for _, text in results[1:])
+    return *results[0], json.loads(file.read_text())
+
+
+def test_attention_of_all_contenders(ranks: Ranks, tmp_path: Path) -> None:
+    status, printed, figures = run(ranks, ATTENTION, tmp_path / "a.json")
+    assert status == 0 and figures["ranks"] == 3
+    (case,) = figures["cases"]
+    rows = {row["key"]: row for row in case["rows"]}
+    assert case["against"] == "ring, prompt reused"
+    for key in ("ring-reuse", "ring", "ulysses", "dynamic"):
+        row = rows[key]
+        assert row["passed"] and max(row["errors"].values()) < 1e-6, row
+        assert sum(row["tokens"]) == (78 if key == "ring-reuse" else 168)
+        assert row["ratio"] == pytest.approx(row["both"]["median_ms"] / rows["ring-reuse"]["both"]["median_ms"])
+        assert f"{row['ratio']:.2f}x" in printed
+    assert "augtree: augtree_fx has no context parallelism in this version" in printed
+    assert "got 56 tokens and 3 ranks; use a multiple of 6" in rows["torch-flash"]["reason"]
+
+
+def test_a_step_of_a_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Micro-batches without reuse, and contenders that cannot run this model: 3 ranks, 2 key heads."""
+    arguments = [*STEP, "--only", "ring-reuse", "ring", "dynamic", "ulysses", "torch-flash", "--rows", "3", "2"]
+    status, printed, figures = run(ranks, arguments, tmp_path / "s.json")
+    rows = figures["cases"][0]["rows"]
+    assert status == 0 and [row["name"] for row in rows if row["passed"]] == [
+        "ring, prompt reused", "ring, no reuse", "ring, no reuse, 2 rows at a time", "dynamic CP, no reuse",
+        "dynamic CP, no reuse, 2 rows at a time",
+    ]  # fmt: skip
+    assert all(row["differences"]["gradients"] < 1e-5 and "step" in row for row in rows if row["passed"])
+    assert "the ranks must divide them, got 3 ranks and 2 key heads (of 4 heads); use 1, 2 ranks" in printed
+    assert "torch CP, flash: torch's ring patches sdpa's CUDA kernels, the tensors are on cpu" in printed
+
+
+@pytest.mark.parametrize(("fault", "wrong"), [("lost gradients", {"dk", "dv"}), ("stale keys", {"out", "dq"})])
+def test_the_gate_of_attention_sees_faults_of_a_ring(ranks: Ranks, tmp_path: Path, fault: str, wrong: set[str]) -> None:
+    arguments = [*ATTENTION, "--only", "ring-reuse", "ring", "ulysses"]
+    status, printed, figures = run(ranks, arguments, tmp_path / "a.json", fault)
+    *rings, ulysses = figures["cases"][0]["rows"]
+    assert status == 1 and "FAILED" in printed and ulysses["passed"]
+    for row in rings:
+        assert row["passed"] is False and "both" not in row and "ratio" not in row
+        assert {name for name, error in row["errors"].items() if error > 1e-2} >= wrong
+        (line,) = (line for line in printed.splitlines() if line.startswith(row["name"]))
+        assert "parity failed" in line and not RATIO.search(line)
+
+
+def test_the_gate_of_a_step_sees_lost_gradients(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = [*STEP, "--only", "ring-reuse", "ring", "--check-rows", "2"]
+    status, printed, figures = run(ranks, arguments, tmp_path / "s.json", "lost gradients")
+    assert status == 1 and "FAILED" in printed and not RATIO.search(printed)
+    assert [row["reason"] for row in figures["cases"][0]["rows"]] == ["parity failed", "parity failed"]
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for arguments, said in (
+        (CP, "got one without RANK in its environment; run it as torchrun --nproc-per-node 2 -m augtree_fx bench cp"),
+        ([*CP, "--only", "rings"], "contenders are augtree, ring-reuse, ring, ulysses, dynamic, .* got rings"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            main(arguments)
+        assert refused.value.code == 2 and re.search(said, " ".join(capsys.readouterr().err.split()))
