@@ -53,6 +53,9 @@ def measure(
         figures["forward"] = world.measure(lambda: attend(*leaves), repeats)
         figures["both"] = world.measure(lambda: torch.autograd.grad(attend(*leaves), leaves, local.dout), repeats)
         figures["peak_gib"] = world.peak_gib(others)
+        for name, part in contender.parts().items():
+            with part:
+                figures[name] = world.measure(lambda: torch.autograd.grad(attend(*leaves), leaves, local.dout), repeats)
         out = attend(*leaves)
         figures["backward"] = world.measure(
             lambda: torch.autograd.grad(out, leaves, local.dout, retain_graph=True), repeats

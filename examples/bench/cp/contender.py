@@ -59,6 +59,10 @@ class Contender(ABC):
         """What has to be entered around forward and backward."""
         return nullcontext()
 
+    def parts(self) -> dict[str, AbstractContextManager[Any]]:
+        """What to enter to run attention without its transfers, or without its arithmetic; for its time alone."""
+        return {}
+
     def prepared(self, model: Any) -> AbstractContextManager[Any]:
         """The model as this contender runs it, for the time being."""
         return cp_model.with_contenders(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.site import LaneTables, attend
 from augtree_fx.examples.bench import grpo, models
 from augtree_fx.examples.bench.cp.contender import Contender
+from augtree_fx.examples.bench.cp.parts import PARTS
 from augtree_fx.examples.bench.cp.rollout import Rollout
 from augtree_fx.examples.bench.cp.shard import Shard
 
@@ -82,6 +83,10 @@ class Ours(Contender):
         schedule = self._schedule(plan.layout, k.shape[1] / q.shape[1])
         out, _ = attend(q, k, v, plan.lane[schedule], None, None, scale, 0.0, kernel)
         return out[: plan.share - missing]
+
+    def parts(self) -> dict[str, AbstractContextManager[Any]]:
+        """See `Contender.parts`."""
+        return {name: part() for name, part in PARTS.items()} if self.size > 1 else {}
 
     @contextmanager
     def prepared(self, model: Any) -> Iterator[None]:

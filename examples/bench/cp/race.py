@@ -169,7 +169,18 @@ def table(kept: dict[str, Any]) -> str:
     headers = ["ms (spread)", *times, *rates, "peak GiB", "tokens, most and least", ratio, errors]
     lines = [_line(row, times, bool(rates), len(headers)) for row in kept["rows"]]
     reasons = [f"{row['name']}: {row['reason']}" for row in kept["rows"] if row["passed"] is None]
+    reasons += [_parts(row) for row in kept["rows"] if "compute" in row]
     return "\n".join([tabulate(lines, headers=headers, disable_numparse=True), *reasons])
+
+
+def _parts(row: dict[str, Any]) -> str:
+    """A schedule's time beside those of its parts."""
+    compute, transfer = row["compute"].median_ms, row["transfer"].median_ms
+    share = row["both"].median_ms / max(compute, transfer)
+    return (
+        f"{row['name']}: without transfers {compute:.4g} ms, without arithmetic {transfer:.4g} ms; together "
+        f"{share:.2f} of the larger"
+    )
 
 
 def _line(row: dict[str, Any], times: list[str], rates: bool, width: int) -> list[str]:
