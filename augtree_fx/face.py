@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,8 +83,8 @@ def transform(
             parameters are then to be averaged over the axis, as in data parallelism.
         rows: ``"replicated"``, every rank of the axis passes the same rows, or ``"pooled"``, each passes its own and
             gets just those back, what rows of any rank share being computed once.
-        schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for whichever
-            sends fewer bytes for a batch.
+        schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for
+            `dtensor_ops.lanes.one_pass_schedule`.
         lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane.
 
     Returns:
@@ -115,7 +115,7 @@ def transform(
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
         max_wave_tokens=max_wave_tokens,
-        lanes=None if mesh is None else _lanes(stack, mesh, rows, schedule, lanes),
+        lanes=None if mesh is None else _lanes(mesh, rows, schedule, lanes),
     )  # fmt: skip
     if is_installed(stack):
         uninstall(stack)
@@ -123,19 +123,14 @@ def transform(
     return model
 
 
-def _lanes(stack: nn.Module, mesh: DeviceMesh, rows: str, schedule: str | None, choose: Choose | None) -> Lanes:
+def _lanes(mesh: DeviceMesh, rows: str, schedule: str | None, choose: Choose | None) -> Lanes:
     if mesh.ndim != 1:
         raise ValueError(f"mesh must be one axis of a mesh, got {mesh.ndim} axes; pass mesh['cp']")
     if rows not in ROWS:
         raise ValueError(f"rows must be one of {', '.join(ROWS)}, got {rows!r}")
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if choose is None:
-        config: Any = stack.config
-        heads = config.num_attention_heads
-        kv_share = (getattr(config, "num_key_value_heads", None) or heads) / heads
-        choose = partial(one_lane, schedule=schedule, kv_share=kv_share)
-    return Lanes(HostGroup(mesh.get_group()), rows, choose)
+    return Lanes(HostGroup(mesh.get_group()), rows, choose or partial(one_lane, schedule=schedule))
 
 
 def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -> PackedCall:

@@ -29,16 +29,14 @@ class Plan:
     """What attention of a batch needs.
 
     Attributes:
-        lane: tables of this rank, by schedule.
+        lane: tables of this rank.
         share: tokens of every rank, padding included.
         rollout: the batch.
-        layout: its tree, by row tokens.
     """
 
-    lane: dict[str, LaneTables]
+    lane: LaneTables
     share: int
     rollout: Rollout
-    layout: TreeLayout
 
 
 class Ours(Contender):
@@ -63,16 +61,9 @@ class Ours(Contender):
         shards = Shards.of(layout, self.size)
         tokens = shards.tokens(self.rank)
         held = layout.source[tokens[tokens >= 0]]
-        schedules = {self._schedule(layout, kv_share) for kv_share in (1 / 8, 1 / 4, 1 / 2, 1)}
-        lanes = {
-            schedule: LaneTables.of(shards, self.rank, {None}, schedule, self.group.group_name)
-            for schedule in schedules
-        }
-        return Shard.of(rollout, held, device, Plan(lanes, shards.share, rollout, layout), reuse=True)
-
-    def _schedule(self, layout: TreeLayout, kv_share: float) -> str:
-        (plan,) = one_lane(layout, self.size, schedule=self.schedule, kv_share=kv_share)
-        return plan.schedule
+        (plan,) = one_lane(layout, self.size, schedule=self.schedule)
+        lane = LaneTables.of(shards, self.rank, {None}, plan.schedule, self.group.group_name)
+        return Shard.of(rollout, held, device, Plan(lane, shards.share, rollout), reuse=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, scale: float, kernel: str) -> Tensor:
         """See `Contender.attend`."""
@@ -80,8 +71,7 @@ class Ours(Contender):
         missing = plan.share - len(q)
         if missing:
             q, k, v = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
-        schedule = self._schedule(plan.layout, k.shape[1] / q.shape[1])
-        out, _ = attend(q, k, v, plan.lane[schedule], None, None, scale, 0.0, kernel)
+        out, _ = attend(q, k, v, plan.lane, None, None, scale, 0.0, kernel)
         return out[: plan.share - missing]
 
     def parts(self) -> dict[str, AbstractContextManager[Any]]:
