@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -31,6 +32,13 @@ class Loads:
     own_us: FloatArray
     prefill_us: FloatArray
     cross_us: FloatArray
+
+
+def joined(loads: Sequence[Loads]) -> Loads:
+    """Lanes of several placements of one shape, one after another."""
+    names = [field.name for field in fields(Loads) if field.name != "num_levels"]
+    arrays = {name: np.concatenate([getattr(one, name) for one in loads], axis=-1) for name in names}
+    return Loads(num_levels=loads[0].num_levels, **arrays)
 
 
 def loads_of(work: Work, lane_of_unit: IntArray, lane_degrees: IntArray, num_levels: int) -> Loads:

@@ -20,8 +20,8 @@ from augtree_fx.planner.work import Costs, Work, measure
 
 # Links that placements are made for: free ones, and one port of a network. Constants, for the reason above.
 ASSUMED_BYTES_PER_S = (float("inf"), 50e9)
-GRAINS = (1, 4)  # a tree is cut so that no unit is more than a lane's average work, or a quarter of it
-_BISECTIONS = 12
+GRAIN = 4  # trees are cut until no unit is more than a lane's average work, or down to a quarter of it
+_BISECTIONS = 8
 _NEGLIGIBLE = 0.01
 
 
@@ -34,11 +34,13 @@ class Family:
         work: theirs.
         weights: one ``[units, degrees]`` estimate of microseconds for each of `ASSUMED_BYTES_PER_S`; infinite where a
             unit does not fit.
+        rank_us: ``[units]`` microseconds on one rank, whether or not it fits there.
     """
 
     units: Units
     work: Work
     weights: tuple[FloatArray, ...]
+    rank_us: FloatArray
 
     @cached_property
     def fits(self) -> bool:
@@ -90,39 +92,43 @@ def family_of(shape: ReplayShape, branches: Branches, parts: IntArray, costs: Co
     kv_bytes = model.dtype_bytes * (execution.forwards + execution.backwards) + FLOAT32_BYTES * execution.backwards
     moved = (work.kv_token_layers * model.kv_values_per_token * kv_bytes)[:, None] * (degree - 1) / degree
     weights = tuple(
-        np.where(fits, rest + np.maximum(attention, moved * 1e6 / bandwidth), np.inf)
+        np.where(fits, rest + np.maximum(attention, moved * 1e6 / bandwidth), np.inf).round(3)
         for bandwidth in ASSUMED_BYTES_PER_S
     )
-    return Family(units, work, weights)
+    return Family(units, work, weights, rest[:, 0] + attention[:, 0])
 
 
 def placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator[Placement]:
     """All placements that are tried: lanes of one degree, and of mixed degrees, of trees whole and cut."""
-    degrees = degrees_of(costs.world_size)
+    world = costs.world_size
     whole = family_of(shape, branches, np.ones(shape.num_trees, dtype=np.int64), costs)
-    everywhere = _even_lanes(costs.world_size, costs.world_size)
-    for single in _placed(whole, _even_lanes(1, costs.world_size), 0, "degree 1, whole trees"):
+    for single in _placed(whole, _even_lanes(1, world), 0, "degree 1, whole trees"):
         yield single
         if _is_balanced(single, costs):
-            if costs.world_size > 1:
-                yield from _placed(whole, everywhere, 0, f"degree {costs.world_size}, whole trees")
+            if world > 1:
+                yield from _placed(whole, _even_lanes(world, world), 0, f"degree {world}, whole trees")
             return
-    families: dict[bytes, Family] = {}
     yield from _mixed(whole, costs, "whole trees")
-    for column, degree in enumerate(degrees):
-        lanes = _even_lanes(degree, costs.world_size)
-        if degree > 1:
-            yield from _placed(whole, lanes, 0, f"degree {degree}, whole trees")
-        for grain in GRAINS:
-            parts = _parts(whole, branches, column, len(lanes) * grain)
-            key = parts.tobytes()
-            if (parts == 1).all() or (key in families and degree > 1):
-                continue
-            first = key not in families
-            family = families[key] = families.get(key) or family_of(shape, branches, parts, costs)
-            yield from _placed(family, lanes, 0, f"degree {degree}, cut trees")
-            if first:
-                yield from _mixed(family, costs, "cut trees")
+    for degree in degrees_of(world)[1:]:
+        yield from _placed(whole, _even_lanes(degree, world), 0, f"degree {degree}, whole trees")
+    pieces = GRAIN * world
+    while pieces > 1:
+        parts = _parts(whole, branches, pieces)
+        if (parts == 1).all():
+            return
+        family = family_of(shape, branches, parts, costs)
+        yield from _mixed(family, costs, f"trees cut in {pieces}")
+        for degree in degrees_of(world):
+            lanes = _even_lanes(degree, world)
+            if len(lanes) <= pieces <= GRAIN * len(lanes):
+                yield from _placed(family, lanes, 0, f"degree {degree}, trees cut in {pieces}")
+        pieces //= GRAIN
+
+
+def even_placement(shape: ReplayShape, branches: Branches, degree: int, costs: Costs) -> Placement | None:
+    """Whole trees in lanes of one degree; ``None`` if some tree does not fit in one."""
+    whole = family_of(shape, branches, np.ones(shape.num_trees, dtype=np.int64), costs)
+    return next(_placed(whole, _even_lanes(degree, costs.world_size), 0, f"degree {degree}, whole trees"), None)
 
 
 def _is_balanced(single: Placement, costs: Costs) -> bool:
@@ -137,13 +143,10 @@ def _is_balanced(single: Placement, costs: Costs) -> bool:
     return bool(fits and loads.max() <= (1 + _NEGLIGIBLE) * loads.mean())
 
 
-def _parts(whole: Family, branches: Branches, column: int, pieces: int) -> IntArray:
-    """Units for each tree so that none is much more than one of `pieces` equal pieces of all work; powers of two."""
+def _parts(whole: Family, branches: Branches, pieces: int) -> IntArray:
+    """Units for each tree, powers of two, so that none is much more than one of `pieces` equal pieces of all work."""
     weight = np.zeros(whole.units.shape.num_trees)
-    weight[whole.units.tree] = whole.work.inner_tokens + whole.work.leaf_tokens
-    finite = whole.weights[0][:, column]
-    if np.isfinite(finite).all():
-        weight[whole.units.tree] = finite
+    weight[whole.units.tree] = whole.rank_us
     share = np.maximum(weight * pieces / weight.sum(), 1.0)
     roots = slice(0, whole.units.shape.num_trees)
     most = np.maximum(branches.end[roots] - branches.begin[roots], 1)

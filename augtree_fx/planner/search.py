@@ -8,7 +8,7 @@ import numpy as np
 
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.placement import placements
-from augtree_fx.planner.pricing import Priced, best_of, bound
+from augtree_fx.planner.pricing import Priced, best_of, bounds
 from augtree_fx.planner.replay_shape import ReplayShape
 from augtree_fx.planner.terms import head_us, linear_us
 from augtree_fx.planner.units import branches_of
@@ -35,7 +35,8 @@ def search(shape: ReplayShape, costs: Costs) -> tuple[Priced, list[Priced]]:
 
 def bounds_of(shape: ReplayShape, costs: Costs, *, reuse: bool) -> list[Priced]:
     """Lower bounds of all placements of a shape's own trees."""
-    return [bound(placement, costs, reuse=reuse) for placement in placements(shape, branches_of(shape), costs)]
+    tried = list(placements(shape, branches_of(shape), costs))
+    return bounds(tried, costs, reuse=reuse) if tried else []
 
 
 def least_us(shape: ReplayShape, costs: Costs) -> float:

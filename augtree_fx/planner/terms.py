@@ -8,6 +8,7 @@ and gradients of keys, values and queries in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,7 +109,38 @@ def weights_us(compute_us: FloatArray, passes: FloatArray | int, costs: Costs) -
     return np.maximum(passes * (gathers + scatters + calls) - compute_us, 0.0)
 
 
-def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs) -> Terms:
+def kv_bytes(token_layers: FloatArray | float, costs: Costs) -> tuple[FloatArray | float, FloatArray | float]:
+    """Keys and values of so many tokens times layers: bytes shown, in forward and again in backward, and bytes of their
+    float32 gradients."""
+    values = token_layers * costs.model.kv_values_per_token
+    shown = costs.execution.forwards + costs.execution.backwards
+    return values * costs.model.dtype_bytes * shown, values * FLOAT32_BYTES * costs.execution.backwards
+
+
+def query_bytes(token_layers: FloatArray | float, costs: Costs) -> tuple[FloatArray | float, FloatArray | float]:
+    """Queries of so many tokens times layers: bytes sent (queries, in backward with the output's gradient) and float32
+    bytes that return (partials, gradients of queries)."""
+    model, execution = costs.model, costs.execution
+    queries, outputs = token_layers * model.query_values_per_token, token_layers * model.output_values_per_token
+    sent = queries * model.dtype_bytes * (execution.forwards + execution.backwards)
+    sent = sent + outputs * model.dtype_bytes * execution.backwards
+    return sent, FLOAT32_BYTES * (outputs * execution.forwards + queries * execution.backwards)
+
+
+def exchange_us(tokens: FloatArray, degree: FloatArray, costs: Costs) -> FloatArray:
+    """All-to-all of queries, keys, values and outputs of a rank's tokens in all layers; gradients go the same way."""
+    model, execution = costs.model, costs.execution
+    kv_heads = np.maximum(degree, model.num_kv_heads)  # replicated where there are more ranks than key heads
+    values = model.query_values_per_token + model.output_values_per_token
+    values = values + kv_heads * (model.head_dim + model.value_head_dim)
+    directions = execution.forwards + execution.backwards
+    moved = tokens * values * model.dtype_bytes * model.num_layers * directions * (degree - 1) / degree
+    link = costs.hardware.link(int(degree.max()))
+    calls = 2 * model.num_layers * directions * link.latency_us * (degree > 1)
+    return moved / link.all_to_all_bytes_per_s * 1e6 + calls
+
+
+def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs, *, may_gather: bool = True) -> Terms:
     """Terms of every lane under every schedule.
 
     Args:
@@ -116,6 +148,7 @@ def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs) -> Terms:
         waves: passes over branches in each round.
         rounds: parts of the batch that run one after another, prompts and all.
         costs: what prices depend on.
+        may_gather: whether prefill may gather keys and values where a ring takes longer.
     """
     model, execution = costs.model, costs.execution
     degree = loads.degree
@@ -127,10 +160,11 @@ def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs) -> Terms:
     calls = costs.hardware.call_us * model.num_layers * directions
     ring_calls = np.where(loads.inner_tokens > 0, degree * calls * rounds, 0.0)
     prefill = np.maximum(loads.prefill_us, ring_calls)
-    ring, gather = _kv_us(loads, 1, rounds, costs)
+    links = _links(degree, costs)
+    ring, gather = _kv_us(loads, 1, rounds, links, costs)
     ring_exposed = np.maximum(ring - prefill * (degree - 1) / degree, 0.0)
-    gathers = gather < ring_exposed
-    replay, transfer, exposed = _replay_us(loads, waves, rounds, calls, costs)
+    gathers = (gather < ring_exposed) & may_gather
+    replay, transfer, exposed = _replay_us(loads, waves, rounds, calls, links, costs)
     depth = loads.num_levels - 1
     shards = np.stack([degree, degree, np.ones_like(degree)]) * depth
     merged = shards * loads.leaf_tokens + np.where(gathers, 0.0, degree - 1) * loads.inner_tokens
@@ -153,26 +187,35 @@ def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs) -> Terms:
     )
 
 
-def _link_arrays(degree: FloatArray, costs: Costs) -> tuple[FloatArray, ...]:
-    """Latency in us, and us a byte of ring, all-gather and reduce-scatter and all-to-all, of each lane's link."""
+class _Links(NamedTuple):
+    """``[lanes]``: latency in us, and us of one byte, of the link that binds each lane."""
+
+    latency_us: FloatArray
+    ring: FloatArray
+    gather: FloatArray
+    scatter: FloatArray
+    exchange: FloatArray
+
+
+def _links(degree: FloatArray, costs: Costs) -> _Links:
     distinct, where = np.unique(degree, return_inverse=True)
     links = [costs.hardware.link(int(ranks)) for ranks in distinct]
-    table = np.array(
-        [
-            [
-                link.latency_us,
-                1e6 / link.ring_bytes_per_s,
-                1e6 / link.all_gather_bytes_per_s,
-                1e6 / link.reduce_scatter_bytes_per_s,
-                1e6 / link.all_to_all_bytes_per_s,
-            ]
-            for link in links
-        ]
-    )
-    return tuple(table[where].T)
+    rows = [
+        (
+            link.latency_us,
+            1e6 / link.ring_bytes_per_s,
+            1e6 / link.all_gather_bytes_per_s,
+            1e6 / link.reduce_scatter_bytes_per_s,
+            1e6 / link.all_to_all_bytes_per_s,
+        )
+        for link in links
+    ]
+    return _Links(*np.array(rows).T[:, where])
 
 
-def _kv_us(loads: Loads, waves: int, rounds: int, costs: Costs) -> tuple[FloatArray, FloatArray]:
+def _kv_us(
+    loads: Loads, waves: int, rounds: int, links: _Links, costs: Costs
+) -> tuple[FloatArray, FloatArray]:
     """Time to show every rank of a lane all prompt KV, `waves` times a round, and to bring float32 gradients home.
 
     Returns:
@@ -180,19 +223,16 @@ def _kv_us(loads: Loads, waves: int, rounds: int, costs: Costs) -> tuple[FloatAr
     """
     execution, model = costs.execution, costs.model
     degree, moves = loads.degree, loads.degree > 1
-    latency, ring, gather, scatter, _ = _link_arrays(degree, costs)
-    values = loads.kv_token_layers * model.kv_values_per_token * (degree - 1) / degree * waves
-    payload = values * model.dtype_bytes * (execution.forwards + execution.backwards)
-    gradients = values * FLOAT32_BYTES * execution.backwards
-    calls = model.num_layers * (execution.forwards + 2 * execution.backwards) * latency * waves * rounds
+    payload, gradients = kv_bytes(loads.kv_token_layers * (degree - 1) / degree * waves, costs)
+    calls = model.num_layers * (execution.forwards + 2 * execution.backwards) * links.latency_us * waves * rounds
     calls = np.where(moves & (loads.kv_token_layers > 0), calls, 0.0)
-    by_ring = (payload + gradients) * ring + calls * (degree - 1)
-    by_gather = payload * gather + gradients * scatter + calls
+    by_ring = (payload + gradients) * links.ring + calls * (degree - 1)
+    by_gather = payload * links.gather + gradients * links.scatter + calls
     return by_ring, by_gather
 
 
 def _replay_us(
-    loads: Loads, waves: int, rounds: int, calls: float, costs: Costs
+    loads: Loads, waves: int, rounds: int, calls: float, links: _Links, costs: Costs
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """``[schedules, lanes]`` attention, transfer and exposed transfer of the replay."""
     model, execution, degree = costs.model, costs.execution, loads.degree
@@ -202,23 +242,18 @@ def _replay_us(
     floor = np.where(replays, calls * waves * rounds, 0.0)
     own = np.maximum(loads.own_us, floor)
     cross = np.maximum(loads.cross_us, pieces * floor)
-    ring, gather = (np.where(replays, time, 0.0) for time in _kv_us(loads, waves, rounds, costs))
-    latency, by_ring, by_gather, _, by_exchange = _link_arrays(degree, costs)
+    ring, gather = (np.where(replays, time, 0.0) for time in _kv_us(loads, waves, rounds, links, costs))
     away = loads.leaf_tokens * model.num_layers * (degree - 1) / degree
-    queries, outputs = away * model.query_values_per_token, away * model.output_values_per_token
-    started = np.where(replays & (degree > 1), model.num_layers * latency * waves * rounds, 0.0)
-    sent = queries * model.dtype_bytes * (execution.forwards + execution.backwards)
-    sent = sent + outputs * model.dtype_bytes * execution.backwards
-    returned = outputs * FLOAT32_BYTES * execution.forwards + queries * FLOAT32_BYTES * execution.backwards
+    sent, returned = query_bytes(away, costs)
+    started = np.where(replays & (degree > 1), model.num_layers * links.latency_us * waves * rounds, 0.0)
     directions = execution.forwards + execution.backwards
-    out = sent * by_gather + started * directions
-    back = returned * by_exchange + started * directions
+    out = sent * links.gather + started * directions
+    back = returned * links.exchange + started * directions
     # A branch longer than a rank's share is sharded, and its own KV goes around too.
     share = loads.leaf_tokens / degree / (waves * rounds)
     long = np.where(loads.longest_leaf > share, np.minimum(loads.longest_leaf * degree, loads.leaf_tokens), 0.0)
-    kv_bytes = model.dtype_bytes * directions + FLOAT32_BYTES * execution.backwards
-    moved = long * model.num_layers * model.kv_values_per_token * kv_bytes / degree * (degree > 1)
-    straddle = moved * by_ring + np.where(moved > 0, started * directions, 0.0)
+    moved = sum(kv_bytes(long * model.num_layers / degree * (degree > 1), costs))
+    straddle = moved * links.ring + np.where(moved > 0, started * directions, 0.0)
     transfer = np.stack([ring, out + back, gather]) + straddle
     rotating = np.maximum(ring + straddle - own - cross[0] * (degree - 1) / degree, 0.0)
     moving = np.maximum(out + straddle - own, 0.0) + back
