@@ -80,7 +80,7 @@ def _ulysses(rows: ReplayShape, costs: Costs) -> tuple[Priced | None, list[Price
     degree = 1
     while degree <= costs.world_size and costs.model.num_heads % degree == 0:
         placement = even_placement(rows, branches, degree, costs)
-        packing = placement and pack(placement, memory)
+        packing = None if placement is None else pack(placement, memory)
         if placement is not None and packing is not None:
             found.append(exchanged(placement, packing, costs))
         degree *= 2

@@ -15,7 +15,7 @@ class Execution:
         shard_weights: FSDP over all ranks: weights are gathered layer by layer in each pass.
         state_bytes_per_weight: gradients and optimizer, beside the weight itself, sharded as the weights are. 14 is
             a bf16 gradient and three float32 numbers of AdamW.
-        usable_memory: fraction of a rank's memory that a plan may fill; the rest is the allocator's and other libraries'.
+        usable_memory: fraction of a rank's memory that a plan may fill; the rest is for the allocator and libraries.
     """
 
     forward_only: bool = False
@@ -26,7 +26,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         if not 0 < self.usable_memory <= 1:
-            raise ValueError(f"usable_memory must be a fraction in (0, 1], got {self.usable_memory}; 0.9 is the default")
+            raise ValueError(f"usable_memory must be in (0, 1], got {self.usable_memory}; leave it out for 0.9")
 
     @property
     def forwards(self) -> int:

@@ -36,11 +36,11 @@ def figure(plan: Plan) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plan.figure() draws with matplotlib, which is not installed; pip install matplotlib") from error
+        raise ImportError("plan.figure() needs matplotlib, which is not installed; pip install matplotlib") from error
 
     lanes = plan.lanes[:_MAX_LANES]
     ranks = sum(lane.degree for lane in lanes)
-    drawn = Figure(figsize=(10, min(max(2.2, 1.4 + 0.22 * ranks), 14)), layout="constrained")
+    drawn = Figure(figsize=(10, min(max(2.2, 1.2 + 0.12 * ranks), 12)), layout="constrained")
     axes = drawn.add_subplot()
     for lane in lanes:
         _draw_lane(axes, lane, plan.total_us, ranks)
@@ -66,7 +66,7 @@ def _draw_lane(axes: Axes, lane: Lane, total_us: float, ranks: int) -> None:
         if span <= 0:
             continue
         axes.barh(middle, span / 1e3, height, left / 1e3, color=_COLORS[kind], edgecolor="white", linewidth=0.5)
-        if span >= _MIN_LABEL * total_us and lane.degree * 40 >= ranks:
+        if span >= _MIN_LABEL * total_us and lane.degree * 72 >= ranks:
             dark = kind == "idle"
             axes.text(
                 (left + span / 2) / 1e3, middle, f"{kind} {span / 1e3:.0f}", ha="center", va="center", fontsize=7,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from augtree_fx.planner.replay_shape import IntArray
-from augtree_fx.planner.units import FloatArray
+from augtree_fx.planner.units import FloatArray, summed
 from augtree_fx.planner.work import Work
 
 
@@ -30,6 +30,7 @@ class Loads:
     longest_leaf: FloatArray
     kv_token_layers: FloatArray
     own_us: FloatArray
+    own_pairs: FloatArray
     prefill_us: FloatArray
     cross_us: FloatArray
 
@@ -55,7 +56,7 @@ def loads_of(work: Work, lane_of_unit: IntArray, lane_degrees: IntArray, num_lev
     rows = np.arange(len(lane_of_unit))
 
     def total(values: FloatArray) -> FloatArray:
-        return np.bincount(lane_of_unit, weights=values, minlength=lanes)
+        return summed(lane_of_unit, values, lanes)
 
     longest = np.zeros(lanes)
     np.maximum.at(longest, lane_of_unit, work.longest_leaf)
@@ -69,6 +70,7 @@ def loads_of(work: Work, lane_of_unit: IntArray, lane_degrees: IntArray, num_lev
         longest_leaf=longest,
         kv_token_layers=total(work.kv_token_layers),
         own_us=total(work.own_us) / degree,
+        own_pairs=total(work.own_pairs),
         prefill_us=total(work.prefill_us[rows, columns]),
         cross_us=np.stack([total(one[rows, columns]) for one in work.cross_us]),
     )

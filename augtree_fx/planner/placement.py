@@ -1,5 +1,7 @@
-"""Ways to place units in lanes. What is tried depends on computation and memory alone, never on the links of the machine:
-every placement is then priced with the real links, so that a faster link can only make the best one cheaper.
+"""Ways to place units in lanes.
+
+What is tried depends on computation and memory alone, never on the links of the machine: every placement is then priced
+with the real links, so that a faster link can only make the best one cheaper.
 """
 
 from __future__ import annotations
@@ -135,9 +137,7 @@ def _is_balanced(single: Placement, costs: Costs) -> bool:
     """Whether lanes of one rank fit in memory in one pass and are so even that nothing else gains `_NEGLIGIBLE`."""
     weights, work = single.family.weights[0], single.family.work
     loads = np.bincount(single.lane_of_unit, weights=weights[:, 0], minlength=costs.world_size)
-    tokens = np.bincount(
-        single.lane_of_unit, weights=work.inner_tokens + work.leaf_tokens, minlength=costs.world_size
-    )
+    tokens = np.bincount(single.lane_of_unit, weights=work.inner_tokens + work.leaf_tokens, minlength=costs.world_size)
     memory = MemoryModel.of(costs)
     fits = memory.peak_bytes(tokens, 0, 1, waved=False).max() <= memory.limit_bytes
     return bool(fits and loads.max() <= (1 + _NEGLIGIBLE) * loads.mean())

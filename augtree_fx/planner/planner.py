@@ -48,9 +48,7 @@ class Planner:
         self._max_cached = max_cached
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
 
-    def plan(
-        self, shape: ReplayShape, model: ModelShape, *, world_size: int, forward_only: bool = False
-    ) -> Plan:
+    def plan(self, shape: ReplayShape, model: ModelShape, *, world_size: int, forward_only: bool = False) -> Plan:
         """The plan of a batch.
 
         Args:

@@ -1,7 +1,7 @@
-"""The price of a placement: rounds and waves that fit in memory, the best schedule of each lane, and the time of the step.
+"""The price of a placement: rounds and waves that fit in memory, the best schedule of each lane, the time of the step.
 
-Rounds and waves are slow to find and can only add time, so a placement is first priced as if memory had no end; that is a
-lower bound, and most placements are out by it.
+Rounds and waves are slow to find and can only add time, so a placement is first priced as if memory had no end; that is
+a lower bound, and most placements are out by it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Priced:
     Attributes:
         placement: what was priced.
         packing: its rounds and waves; ``None`` while the price is a lower bound.
-        total_us: time of the step: that of its slowest lane, to the nanosecond, so that last bits of a float decide nothing.
+        total_us: time of the step: that of its slowest lane, to the nanosecond; last bits of a float decide nothing.
         rank: order of preference: time, then what is left of it without FSDP's collectives, then plans that share.
         reuse: whether shared tokens are computed once.
         schedules: those that lanes may choose from.
@@ -108,8 +108,10 @@ def bounds(
 def refine(priced: Priced, costs: Costs) -> Priced | None:
     """The price with the rounds and waves that memory asks for; ``None`` if it does not fit."""
     packing = pack(priced.placement, MemoryModel.of(costs))
-    if packing is None or packing.rounds == packing.waves == 1:
-        return packing and replace(priced, packing=packing)
+    if packing is None:
+        return None
+    if packing.rounds == packing.waves == 1:
+        return replace(priced, packing=packing)
     placement = priced.placement
     levels = placement.family.units.shape.num_levels
     loads = loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, levels)
@@ -120,7 +122,7 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
 
 
 def exchanged(placement: Placement, packing: Packing, costs: Costs) -> Priced:
-    """Price a placement of rows as Ulysses runs it: whole rows with a part of the heads, all-to-all around attention."""
+    """Price a placement of rows as Ulysses runs it: whole rows with some of the heads, all-to-all around attention."""
     loads = loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, 1)
     whole = np.bincount(
         placement.lane_of_unit, weights=placement.family.work.prefill_us[:, 0], minlength=len(loads.degree)

@@ -12,8 +12,8 @@ from augtree_fx.planner.hardware import Curve, Hardware, Link, Origin
 
 _TERA, _GIGA = 1e12, 1e9
 _SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-# FlashAttention-4 4.0.0b36, bf16, 32:8 heads, head size 128, TFLOP/s on one H200. Causal at 32k, the backward at 4k, and
-# rows of 2k, 8k and 33k as measured; blocks without a mask from the tree tables less their causal calls.
+# FlashAttention-4 4.0.0b36, bf16, 32:8 heads, head size 128, TFLOP/s on one H200. Causal at 32k, the backward at 4k,
+# and rows of 2k, 8k and 33k as measured; blocks without a mask from the tree tables less their causal calls.
 _CAUSAL_FORWARD = (110, 200, 320, 440, 526, 570, 607, 630, 648)
 _CAUSAL_BACKWARD = (80, 150, 230, 330, 408, 480, 542, 580, 605)
 _FULL_FORWARD = (200, 320, 450, 560, 595, 620, 650, 690, 713)
@@ -46,16 +46,18 @@ def _network(name: str) -> tuple[Link, Origin]:
 
 
 def _h200() -> Hardware:
-    attention = Origin("FA4 4.0.0b36, examples/results/2026-11-29-attention-h200.md; below 1k extrapolated", "2026-11-29", True)
+    attention = Origin(
+        "FA4 4.0.0b36, examples/results/2026-11-29-attention-h200.md; below 1k extrapolated", "2026-11-29", True
+    )
     links = Link("nvlink", _NODE_RANKS, 55.0, 344e9, 277e9, 260e9, 321e9)
     network, of_network = _network("h200")
     return Hardware(
         "h200", _curve(_CAUSAL_FORWARD), _curve(_CAUSAL_BACKWARD), _curve(_FULL_FORWARD), _curve(_FULL_BACKWARD),
-        _curve(_MATMUL, _MATMUL_SIZES), int(141 * _GIGA), 4.24e12, 10.0, (links, network),
+        _curve(_MATMUL, _MATMUL_SIZES), 139 << 30, 4.24e12, 10.0, (links, network),
         {
             **dict.fromkeys(("causal_forward", "causal_backward", "full_forward", "full_backward"), attention),
             "matmul": Origin("8192^3 bf16 771 TFLOP/s, torch 2.11; fewer rows extrapolated", "2026-11-29", True),
-            "memory_bytes": Origin("NVIDIA H200 data sheet, 141 GB", "2023-11", True),
+            "memory_bytes": Origin("what the card reports, 139 GiB", "2026-11", True),
             "memory_bytes_per_s": Origin("copy, torch 2.11", "2026-11-29", True),
             "call_us": Origin("a launch hidden behind another one or not, torch 2.11", "2026-11", True),
             "links.nvlink": Origin("two GPUs, NCCL, 1 GiB, latency 40 to 75 us", "2026-11-29", True),

@@ -40,7 +40,7 @@ def bounds_of(shape: ReplayShape, costs: Costs, *, reuse: bool) -> list[Priced]:
 
 
 def least_us(shape: ReplayShape, costs: Costs) -> float:
-    """What the rows without reuse take at least: all tokens and pairs at the best rates, evenly spread, nothing moved."""
+    """What the rows without reuse take at least: tokens and pairs at the best rates, evenly spread, nothing moved."""
     machine, model, execution = costs.hardware, costs.model, costs.execution
     ends = np.flatnonzero(shape.num_rows)
     rows = (shape.path_start + shape.length)[ends].astype(np.float64)
@@ -68,7 +68,7 @@ def _no_room(shape: ReplayShape, costs: Costs) -> str:
         "shorter rows",
     ]
     return (
-        f"a plan must fit in {memory.limit_bytes / _GIB:.1f} GiB a rank, got {needed / _GIB:.1f} GiB for the longest row "
-        f"({longest} tokens) over all {costs.world_size} ranks, {memory.fixed_bytes / _GIB:.1f} GiB of them weights, "
+        f"a plan must fit in {memory.limit_bytes / _GIB:.1f} GiB a rank, got {needed / _GIB:.1f} GiB for the longest "
+        f"row ({longest} tokens) over all {costs.world_size} ranks, {memory.fixed_bytes / _GIB:.1f} GiB of it weights, "
         f"optimizer and buffers; use {' or '.join(ways)}"
     )

@@ -12,7 +12,7 @@ from augtree_fx.planner.plan import Candidate, Lane, Plan
 
 _GIB = 1 << 30
 _MAX_ROWS = 24
-# Columns of prices, and the fields of `Terms` in each; the last three overlap with computation and are not in the total.
+# Columns of prices, and the fields of `Terms` in each; the last one overlaps with computation and is not in the total.
 _COLUMNS = {
     "linear": ("linear_us",),
     "head": ("head_us",),
@@ -135,7 +135,7 @@ def _ranks(plan: Plan) -> str:
                     f"{lane.prompt_tokens / lane.degree:.0f}",
                     f"{lane.response_tokens / lane.degree:.0f}",
                     f"{lane.total_us / 1e3:.1f}",
-                    f"{1 - lane.total_us / plan.total_us:.1%}",
+                    f"{max(1 - lane.total_us / plan.total_us, 0.0):.1%}",
                     f"{lane.memory_bytes / _GIB:.1f}",
                 ]
             )

@@ -1,8 +1,8 @@
 """Predicted time of lanes, term by term, for every schedule: the closed form that plans are chosen by.
 
-A rank of a lane of degree d computes a d-th of the lane's tokens. Transfers overlap with attention as far as the schedule
-lets them; what is left over is *exposed*. Bytes are those of DESIGN section 6: a payload in the model's dtype, partials
-and gradients of keys, values and queries in float32.
+A rank of a lane of degree d computes a d-th of the lane's tokens. Transfers overlap with attention as far as the
+schedule lets them; what is left over is *exposed*. Keys, values, queries and gradients of outputs move in the model's
+dtype, partials and gradients of keys, values and queries in float32.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def exchange_us(tokens: FloatArray, degree: FloatArray, costs: Costs) -> FloatAr
     """All-to-all of queries, keys, values and outputs of a rank's tokens in all layers; gradients go the same way."""
     model, execution = costs.model, costs.execution
     kv_heads = np.maximum(degree, model.num_kv_heads)  # replicated where there are more ranks than key heads
-    values = model.query_values_per_token + model.output_values_per_token
-    values = values + kv_heads * (model.head_dim + model.value_head_dim)
+    own = model.query_values_per_token + model.output_values_per_token
+    values = own + kv_heads * (model.head_dim + model.value_head_dim)
     directions = execution.forwards + execution.backwards
     moved = tokens * values * model.dtype_bytes * model.num_layers * directions * (degree - 1) / degree
     link = costs.hardware.link(int(degree.max()))
@@ -213,9 +213,7 @@ def _links(degree: FloatArray, costs: Costs) -> _Links:
     return _Links(*np.array(rows).T[:, where])
 
 
-def _kv_us(
-    loads: Loads, waves: int, rounds: int, links: _Links, costs: Costs
-) -> tuple[FloatArray, FloatArray]:
+def _kv_us(loads: Loads, waves: int, rounds: int, links: _Links, costs: Costs) -> tuple[FloatArray, FloatArray]:
     """Time to show every rank of a lane all prompt KV, `waves` times a round, and to bring float32 gradients home.
 
     Returns:
@@ -231,6 +229,20 @@ def _kv_us(
     return by_ring, by_gather
 
 
+def _unevenness(loads: Loads, passes: int) -> FloatArray:
+    """Attention of branches to themselves on the fullest rank, over the lane's average.
+
+    A packed tensor is sharded into equal runs of tokens: some rank has the end of the longest branch, or all of it
+    beside average ones, and late tokens have more keys than early ones.
+    """
+    tokens = np.maximum(loads.leaf_tokens, 1.0)
+    share, mean_pairs = tokens / loads.degree / passes, np.maximum(loads.own_pairs / tokens, 1.0)
+    longest = loads.longest_leaf
+    end = longest - share / 2
+    whole = mean_pairs + longest * (longest / 2 - mean_pairs) / share
+    return np.where(loads.degree > 1, np.maximum(np.where(longest > share, end, whole) / mean_pairs, 1.0), 1.0)
+
+
 def _replay_us(
     loads: Loads, waves: int, rounds: int, calls: float, links: _Links, costs: Costs
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -240,7 +252,7 @@ def _replay_us(
     depth = max(loads.num_levels - 1, 1)
     pieces = np.stack([degree * depth, np.full_like(degree, depth), np.full_like(degree, depth)])
     floor = np.where(replays, calls * waves * rounds, 0.0)
-    own = np.maximum(loads.own_us, floor)
+    own = np.maximum(loads.own_us * _unevenness(loads, waves * rounds), floor)
     cross = np.maximum(loads.cross_us, pieces * floor)
     ring, gather = (np.where(replays, time, 0.0) for time in _kv_us(loads, waves, rounds, links, costs))
     away = loads.leaf_tokens * model.num_layers * (degree - 1) / degree

@@ -16,6 +16,11 @@ from augtree_fx.planner.replay_shape import IntArray, ReplayShape
 FloatArray = npt.NDArray[np.float64]
 
 
+def summed(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
+    """``[size]`` sums of the values that have the same index."""
+    return np.bincount(where, weights=values, minlength=size).astype(np.float64, copy=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Branches:
     """Replayed nodes of a shape in depth-first order, and the run of them below every other node.
@@ -84,11 +89,11 @@ class Units:
 
     def sum_blocks(self, values: npt.NDArray) -> FloatArray:
         """``[blocks] -> [units]``."""
-        return np.bincount(self.block_unit, weights=values, minlength=self.num_units)
+        return summed(self.block_unit, values, self.num_units)
 
     def sum_branches(self, values: npt.NDArray) -> FloatArray:
         """``[branches] -> [units]``."""
-        return np.bincount(self.unit_of_branch, weights=values, minlength=self.num_units)
+        return summed(self.unit_of_branch, values, self.num_units)
 
     def is_whole(self) -> npt.NDArray[np.bool_]:
         """``[units]`` whether a unit is all of its tree."""

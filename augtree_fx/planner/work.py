@@ -10,7 +10,7 @@ from augtree_fx.planner.execution import Execution
 from augtree_fx.planner.hardware import Hardware
 from augtree_fx.planner.model_shape import ModelShape
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.units import FloatArray, Units
+from augtree_fx.planner.units import FloatArray, Units, summed
 
 BACKWARD_FLOP = 2.5  # of attention, in forwards: five products against two
 SCHEDULES = (Schedule.ROTATE_KV, Schedule.MOVE_Q, Schedule.GATHER_KV)
@@ -45,6 +45,7 @@ class Work:
         longest_leaf: tokens of the longest branch.
         kv_token_layers: prefilled tokens whose keys and values the lane's ranks need, times layers.
         own_us: branches' attention to themselves on one rank; a lane of degree d takes a d-th of it.
+        own_pairs: (query, key) pairs of that in a layer without a window.
         prefill_us: ``[units, degrees]`` attention of prefilled nodes.
         cross_us: ``[schedules, units, degrees]`` attention of branches to their ancestors, in the order of `SCHEDULES`.
     """
@@ -56,6 +57,7 @@ class Work:
     longest_leaf: FloatArray
     kv_token_layers: FloatArray
     own_us: FloatArray
+    own_pairs: FloatArray
     prefill_us: FloatArray
     cross_us: FloatArray
 
@@ -103,6 +105,7 @@ def measure(units: Units, degrees: tuple[int, ...], costs: Costs) -> Work:
         longest_leaf=longest,
         kv_token_layers=units.sum_blocks(kv_layers),
         own_us=units.sum_branches(own),
+        own_pairs=units.sum_branches(causal_pairs(leaf, None)),
         prefill_us=_sum_rows(prefill, unit, num_units),
         cross_us=np.stack([_sum_rows(one, unit, num_units) + late for one in cross]),
     )
@@ -113,7 +116,7 @@ def _sum_rows(values: FloatArray, unit: np.ndarray, num_units: int) -> FloatArra
         return values  # one block a unit, in order
     columns = values.shape[1]
     flat = (unit[:, None] * columns + np.arange(columns)).ravel()
-    return np.bincount(flat, weights=values.ravel(), minlength=num_units * columns).reshape(num_units, columns)
+    return summed(flat, values.ravel(), num_units * columns).reshape(num_units, columns)
 
 
 def _pair_us(pairs: FloatArray, size: FloatArray, costs: Costs, *, causal: bool) -> FloatArray:
@@ -148,7 +151,7 @@ def _cross_us(keys: FloatArray, queries: FloatArray, degree: FloatArray, costs: 
 
 
 def _windowed_cross_us(units: Units, window: int, costs: Costs) -> FloatArray:
-    """``[units]`` attention to ancestors inside a window, on one rank: what a path sees less what the node itself has."""
+    """``[units]`` attention to ancestors inside a window, on one rank: what a path sees less what a node itself has."""
     start, length = units.shape.path_start.astype(np.float64), units.shape.length.astype(np.float64)
     pairs = causal_pairs(start + length, window) - causal_pairs(start, window) - causal_pairs(length, window)
     time = _pair_us(np.maximum(pairs, 0.0), np.minimum(length, window), costs, causal=False)

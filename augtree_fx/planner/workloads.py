@@ -1,8 +1,8 @@
 """Workload files: one JSON line a group of lengths, deeper trees where the file has them.
 
-    {"prompt_tokens": P, "response_tokens": [...]}                       a group
-    ... "static_prompt_tokens": S                                        its first S tokens are the same in all groups
-    {"doc_tokens": D, "instructions": [{"prompt_tokens": ..., ...}]}     one document under several prompts
+{"prompt_tokens": P, "response_tokens": [...]}                       a group
+... "static_prompt_tokens": S                                        its first S tokens are the same in all groups
+{"doc_tokens": D, "instructions": [{"prompt_tokens": ..., ...}]}     one document under several prompts
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_groups(path: str | Path) -> list[Group]:
         ValueError: a line is no JSON object, or lacks its lengths.
         FileNotFoundError: no such file.
     """
-    groups = []
+    groups: list[Group] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
             try:
