@@ -31,6 +31,7 @@ class Loads:
     kv_token_layers: FloatArray
     own_us: FloatArray
     own_pairs: FloatArray
+    own_cubes: FloatArray
     prefill_us: FloatArray
     cross_us: FloatArray
 
@@ -71,6 +72,7 @@ def loads_of(work: Work, lane_of_unit: IntArray, lane_degrees: IntArray, num_lev
         kv_token_layers=total(work.kv_token_layers),
         own_us=total(work.own_us) / degree,
         own_pairs=total(work.own_pairs),
+        own_cubes=total(work.own_cubes),
         prefill_us=total(work.prefill_us[rows, columns]),
         cross_us=np.stack([total(one[rows, columns]) for one in work.cross_us]),
     )

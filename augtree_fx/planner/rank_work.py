@@ -1,8 +1,8 @@
 """What every single rank has to do in one pass, counted pair by pair: the input of the simulation.
 
 Nothing here is shared with the closed-form costs but the measured rates of kernels. Prompts and rows are dealt in
-zigzag, so that every rank has the same share of each. Branches are cut into equal runs of tokens in packed order, as a packed
-tensor is sharded: a rank that holds the ends of long branches has more pairs than its neighbour, and waits show it.
+zigzag, so that every rank has the same share of each. Branches are cut into equal runs of tokens in packed order, as a
+packed tensor is sharded: a rank with the ends of long branches has more pairs than its neighbour, and waits show it.
 """
 
 from __future__ import annotations

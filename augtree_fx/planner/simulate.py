@@ -1,8 +1,8 @@
 """Event-level simulation of a step: a compute queue and a link queue on every rank, layer by layer.
 
 It knows nothing of the closed-form costs. A transfer starts when its data is there and the link is free; a kernel
-starts when its operands are there and the rank is free; a collective starts when the last rank of its lane is ready. The
-first layer of each kind is simulated cold, the second one stands for all further ones of that kind.
+starts when its operands are there and the rank is free; a collective starts when the last rank of its lane is ready.
+The first layer of each kind is simulated cold, the second one stands for all further ones of that kind.
 """
 
 from __future__ import annotations

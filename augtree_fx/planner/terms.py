@@ -232,15 +232,17 @@ def _kv_us(loads: Loads, waves: int, rounds: int, links: _Links, costs: Costs) -
 def _unevenness(loads: Loads, passes: int) -> FloatArray:
     """Attention of branches to themselves on the fullest rank, over the lane's average.
 
-    A packed tensor is sharded into equal runs of tokens: some rank has the end of the longest branch, or all of it
-    beside average ones, and late tokens have more keys than early ones.
+    A packed tensor is sharded into equal runs of tokens, and late tokens have more keys than early ones. If the longest
+    branch is longer than a run, some rank has its end; otherwise runs differ as samples of branches do, and the fullest
+    one is two standard deviations above the average, but never more than the longest branch all over.
     """
     tokens = np.maximum(loads.leaf_tokens, 1.0)
-    share, mean_pairs = tokens / loads.degree / passes, np.maximum(loads.own_pairs / tokens, 1.0)
+    share, mean_keys = tokens / loads.degree / passes, np.maximum(loads.own_pairs / tokens, 1.0)
+    variance = np.maximum(loads.own_cubes / tokens / 4 - mean_keys**2, 0.0)
+    sampled = mean_keys + 2 * np.sqrt(variance * 2 * mean_keys / share)
     longest = loads.longest_leaf
-    end = longest - share / 2
-    whole = mean_pairs + longest * (longest / 2 - mean_pairs) / share
-    return np.where(loads.degree > 1, np.maximum(np.where(longest > share, end, whole) / mean_pairs, 1.0), 1.0)
+    keys = np.where(longest > share, longest - share / 2, np.minimum(longest / 2, sampled))
+    return np.where(loads.degree > 1, np.maximum(keys / mean_keys, 1.0), 1.0)
 
 
 def _replay_us(

@@ -46,6 +46,7 @@ class Work:
         kv_token_layers: prefilled tokens whose keys and values the lane's ranks need, times layers.
         own_us: branches' attention to themselves on one rank; a lane of degree d takes a d-th of it.
         own_pairs: (query, key) pairs of that in a layer without a window.
+        own_cubes: sum of cubed branch lengths.
         prefill_us: ``[units, degrees]`` attention of prefilled nodes.
         cross_us: ``[schedules, units, degrees]`` attention of branches to their ancestors, in the order of `SCHEDULES`.
     """
@@ -58,6 +59,7 @@ class Work:
     kv_token_layers: FloatArray
     own_us: FloatArray
     own_pairs: FloatArray
+    own_cubes: FloatArray
     prefill_us: FloatArray
     cross_us: FloatArray
 
@@ -106,6 +108,7 @@ def measure(units: Units, degrees: tuple[int, ...], costs: Costs) -> Work:
         kv_token_layers=units.sum_blocks(kv_layers),
         own_us=units.sum_branches(own),
         own_pairs=units.sum_branches(causal_pairs(leaf, None)),
+        own_cubes=units.sum_branches(leaf**3),
         prefill_us=_sum_rows(prefill, unit, num_units),
         cross_us=np.stack([_sum_rows(one, unit, num_units) + late for one in cross]),
     )
