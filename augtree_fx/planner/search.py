@@ -24,8 +24,7 @@ def search(shape: ReplayShape, costs: Costs) -> tuple[Priced, list[Priced]]:
         ValueError: none fits in memory.
     """
     best, others = best_of(bounds_of(shape, costs, reuse=True), costs)
-    shares = shape.num_row_tokens > shape.num_tokens
-    if shares and (best is None or least_us(shape, costs) < best.total_us):
+    if shape.num_levels > 1 and (best is None or least_us(shape, costs) < best.total_us):
         rows = bounds_of(shape.flat(), costs, reuse=False)
         best, others = best_of(([best] if best else []) + others + rows, costs)
     if best is None:
