@@ -13,7 +13,7 @@ from augtree_fx.planner.work import Costs
 # Activations that one layer keeps of a token without checkpointing, in (hidden size + width of queries). Peak memory of
 # examples/results/2026-11-29-step-h200.md less weights and gradients: 13.0 (8B) to 14.4 (1.7B).
 ACTIVATION_WIDTHS = 14
-HEAD_CHUNK_TOKENS = 1024  # float32 logits and their gradient exist for so many tokens at a time
+HEAD_CHUNK_TOKENS = 2048  # float32 logits and their gradient exist for so many tokens at a time; fits the same peaks
 FLOAT32_BYTES = 4
 GATHERED_LAYERS = 2  # FSDP holds the running layer and the one that it fetches
 

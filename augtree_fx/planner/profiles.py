@@ -86,7 +86,7 @@ def _scaled(name: str) -> Hardware:
 def _cpu() -> Hardware:
     rates = (0.02, 0.04, 0.06, 0.07, 0.075)
     sizes = (64, 256, 1024, 2048, 4096)
-    attention = Origin("torch's CPU flash, float32, two AVX-512 cores, torch 2.13", "2026-11", True)
+    attention = Origin("guessed fractions of the matmul rate; calibrate measures them", "2026-11", False)
     loopback = Link("loopback", 1 << 20, 200.0, 1e9, 1e9, 1e9, 1e9)
     guess = Origin("gloo over loopback, order of magnitude", "2026-11", False)
     return Hardware(
