@@ -55,7 +55,8 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx calibrate")
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, found none; use --device cpu")
-    machine = calibrate(given, torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    machine = calibrate(given, device)
     if int(os.environ.get("RANK", 0)) == 0:
         machine.save(given.output)
         print(f"{_table(machine)}\n\nwritten to {given.output}")

@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wave:
-    """One pass over branches of a lane. If wave 0 of a round has all of its branches, prompts run in the same pass.
+    """One pass over branches of a lane; over prompts, too, if the plan has one wave a round.
 
     Attributes:
         round: the round it belongs to.
@@ -120,7 +120,7 @@ class Plan:
         costs: what the plan was priced with.
         reuse: whether shared tokens are computed once.
         num_rounds: rounds, one after another.
-        num_waves: passes over branches in each round.
+        num_waves: passes over branches in each round; with 1, prompts run in the same pass, with more in one before.
         total_us: predicted time of the step: the slowest lane's.
         lanes: they partition the ranks.
         candidates: the chosen one first, then the rejected ones in order of preference.

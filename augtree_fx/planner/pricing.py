@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -30,6 +31,11 @@ class _Batch:
     terms: Terms
     schedule: IntArray
     lane_us: FloatArray
+
+    @cached_property
+    def columns(self) -> dict[str, list[float]]:
+        """Every term of every lane under its schedule."""
+        return self.terms.columns(self.schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +82,7 @@ class Priced:
     def lane_terms(self, lane: int) -> dict[str, float]:
         """Every term of one lane in microseconds."""
         where = self._first + lane
-        return self._batch.terms.of(int(self._batch.schedule[where]), where)
+        return {name: values[where] for name, values in self._batch.columns.items()}
 
 
 def bounds(

@@ -14,7 +14,7 @@ import numpy as np
 from augtree_fx.planner.plan import Lane, Plan
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.units import FloatArray
+from augtree_fx.planner.units import FloatArray, summed
 from augtree_fx.planner.work import BACKWARD_FLOP, Costs, causal_pairs
 
 
@@ -71,7 +71,7 @@ def lane_pass(plan: Plan, lane: Lane, *, number: int, wave: int | None, prefills
     segments = _segments(shape.length[leaves], degree)
     queries = _queries(plan, leaves, segments, ancestors, degree)
     length = shape.length[ancestors].astype(np.float64)
-    branch_tokens = np.bincount(segments.rank, weights=segments.end - segments.begin, minlength=degree)
+    branch_tokens = summed(segments.rank, segments.end - segments.begin, degree)
     kinds = tuple(
         _attention(plan, lane, leaves, segments, queries, ancestors if prefills else ancestors[:0], ancestors, window)
         for window, _ in model.windows
@@ -125,7 +125,7 @@ def _segments(lengths: IntArray, degree: int) -> _Segments:
     middle = (low + high) / 2
     leaf = np.searchsorted(ends, middle)
     rank = np.minimum((middle * degree / max(total, 1)).astype(np.int64), degree - 1)
-    starts = (ends - lengths)[leaf] if len(leaf) else low
+    starts = (ends - lengths)[leaf].astype(np.float64)
     return _Segments(leaf, rank, low - starts, high - starts)
 
 
@@ -166,7 +166,7 @@ def _attention(
     prefill = prefill + _time(seen / degree, np.minimum(chunk, reach), costs, causal=False).sum(axis=1)
     own = causal_pairs(segments.end, window) - causal_pairs(segments.begin, window)
     own_us = _time(own, np.minimum(segments.end - segments.begin, reach), costs, causal=True)
-    own_by_rank = np.stack([np.bincount(segments.rank, weights=one, minlength=degree) for one in own_us])
+    own_by_rank = np.stack([summed(segments.rank, one, degree) for one in own_us])
     cross = _cross(plan, lane, leaves, segments, queries, ancestors, window)
     return Attention(np.repeat(prefill[:, None], degree, axis=1), own_by_rank, cross)
 
@@ -187,7 +187,7 @@ def _cross(
         full = causal_pairs(begin + segments.end, window) - causal_pairs(begin + segments.begin, window)
         own = causal_pairs(segments.end, window) - causal_pairs(segments.begin, window)
         time = _time(full - own, np.minimum(segments.end - segments.begin, window), costs, causal=False)
-        return np.stack([np.bincount(segments.rank, weights=one, minlength=degree) for one in time])
+        return np.stack([summed(segments.rank, one, degree) for one in time])
     keys = plan.shape.length[ancestors].astype(np.float64)
     if lane.schedule is Schedule.MOVE_Q:
         total = queries.sum(axis=0)

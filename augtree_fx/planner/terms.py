@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from augtree_fx.planner.loads import Loads
+from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, Costs
 
@@ -62,13 +63,14 @@ class Terms:
         lane = self.linear_us + self.head_us + self.prefill_attention_us + self.prefill_exposed_us
         return lane + self.replay_attention_us + self.exposed_us + self.merge_us + self.weights_us
 
-    def of(self, schedule: int, lane: int) -> dict[str, float]:
-        """All terms of one lane under one schedule."""
-        picked = {}
-        for field in fields(self):
-            values = getattr(self, field.name)
-            picked[field.name] = float(values[lane] if values.ndim == 1 else values[schedule, lane])
-        return picked
+    def columns(self, schedule: IntArray) -> dict[str, list[float]]:
+        """Every term of every lane, in the lane's schedule."""
+        lanes = np.arange(len(schedule))
+        fields_of = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: (values if values.ndim == 1 else values[schedule, lanes]).tolist()
+            for name, values in fields_of.items()
+        }
 
 
 def linear_us(tokens: FloatArray, passes: FloatArray | int, costs: Costs) -> FloatArray:
