@@ -23,7 +23,7 @@ from augtree_fx.planner.work import Costs, Work, measure
 # Links that placements are made for: free ones, and one port of a network. Constants, for the reason above.
 ASSUMED_BYTES_PER_S = (float("inf"), 50e9)
 GRAIN = 4  # trees are cut until no unit is more than a lane's average work, or down to a quarter of it
-_BISECTIONS = 8
+_BISECTIONS = 6
 _NEGLIGIBLE = 0.01
 
 
@@ -223,7 +223,7 @@ def _degrees_for_deadline(weights: FloatArray, degrees: tuple[int, ...], world_s
         return np.where(weights <= deadline * (1 + 1e-9), area, np.inf).argmin(axis=1)
 
     for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
+        middle = (low * high) ** 0.5  # the range spans orders of magnitude
         if float(area[rows, choose(middle)].sum()) <= world_size * middle:
             high = middle
         else:
