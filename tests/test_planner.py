@@ -7,6 +7,7 @@ baseline beats and that more bandwidth never makes longer.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -129,6 +130,13 @@ def test_no_baseline_of_rings_is_predicted_to_be_faster(shape: ReplayShape, worl
         # Ulysses splits heads, which our runtime does not: on rows without anything to share it may win.
         if baseline.plan is not None and baseline.name != "ulysses":
             assert plan.total_us <= baseline.plan.total_us + 1e-3, baseline.name
+
+
+def test_a_plan_says_when_splitting_heads_would_be_faster() -> None:
+    shape = ReplayShape.from_groups([131072], [[]])
+    plan = Planner(bucketed=False).plan(shape, BIG, world_size=8)
+    assert plan.baselines[3].plan is not None and plan.baselines[3].plan.total_us < plan.total_us
+    assert re.search(r"ulysses would take \d\.\d% less: it splits heads", str(plan))
 
 
 def faster_links(machine: Hardware, factor: float) -> Hardware:

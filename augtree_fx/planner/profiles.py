@@ -53,13 +53,13 @@ def _h200() -> Hardware:
     network, of_network = _network("h200")
     return Hardware(
         "h200", _curve(_CAUSAL_FORWARD), _curve(_CAUSAL_BACKWARD), _curve(_FULL_FORWARD), _curve(_FULL_BACKWARD),
-        _curve(_MATMUL, _MATMUL_SIZES), 139 << 30, 4.24e12, 10.0, (links, network),
+        _curve(_MATMUL, _MATMUL_SIZES), 139 << 30, 4.24e12, 8.0, (links, network),
         {
             **dict.fromkeys(("causal_forward", "causal_backward", "full_forward", "full_backward"), attention),
             "matmul": Origin("8192^3 bf16 771 TFLOP/s, torch 2.11; fewer rows extrapolated", "2026-11-29", True),
             "memory_bytes": Origin("what the card reports, 139 GiB", "2026-11", True),
             "memory_bytes_per_s": Origin("copy, torch 2.11", "2026-11-29", True),
-            "call_us": Origin("a launch hidden behind another one or not, torch 2.11", "2026-11", True),
+            "call_us": Origin("one launch, torch 2.11", "2026-11", True),
             "links.nvlink": Origin("two GPUs, NCCL, 1 GiB, latency 40 to 75 us", "2026-11-29", True),
             "links.network": of_network,
         },
@@ -78,7 +78,7 @@ def _scaled(name: str) -> Hardware:
     return Hardware(
         name, _curve(_CAUSAL_FORWARD, factor=compute), _curve(_CAUSAL_BACKWARD, factor=compute),
         _curve(_FULL_FORWARD, factor=compute), _curve(_FULL_BACKWARD, factor=compute),
-        _curve(_MATMUL, _MATMUL_SIZES, compute), int(peaks[2]), 4.24e12 * memory, 10.0, (link, network),
+        _curve(_MATMUL, _MATMUL_SIZES, compute), int(peaks[2]), 4.24e12 * memory, 8.0, (link, network),
         {**dict.fromkeys(names, origin), "links.network": of_network},
     )  # fmt: skip
 

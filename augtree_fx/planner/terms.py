@@ -22,7 +22,7 @@ from augtree_fx.planner.work import SCHEDULES, Costs
 ELEMENTWISE_PASSES = 92.0
 # Reads and writes of a float32 logit, forward: log-probs and entropy in chunks. Same fit.
 LOGIT_PASSES = 6.0
-KERNELS_PER_LAYER = 40  # launches of one layer's forward in eager transformers code, counted for Qwen3 (2026-11)
+KERNELS_PER_LAYER = 40  # launches of one layer's forward in eager transformers code; an estimate, not counted
 MERGE_BYTES = 10  # read and written for each value of a partial: the partial, the sum in float32 twice
 FLOAT32_BYTES = 4
 
