@@ -201,8 +201,9 @@ def _mixed(family: Family, costs: Costs, name: str) -> Iterator[Placement]:
     deadline whose total fits on the machine is found by bisection (dual approximation of moldable tasks: Turek, Wolf
     and Yu, SPAA 1992).
     """
-    if not family.fits:
-        return
+    single = family.weights[0][:, 0]
+    if not family.fits or single.max() <= single.sum() / costs.world_size:
+        return  # no unit is too long for one rank
     seen = set()
     for assumed, weights in enumerate(family.weights):
         chosen, deadline = _degrees_for_deadline(weights, family.work.degrees, costs.world_size)
