@@ -27,6 +27,7 @@ from augtree_fx.costs import CostModel  # noqa: E402
 from augtree_fx.explain import Explanation, explain  # noqa: E402
 from augtree_fx.face import RewriteError, pack, restore, transform  # noqa: E402
 from augtree_fx.layout import TreeLayout  # noqa: E402
+from augtree_fx.planner import Hardware, ModelShape, Plan, Planner, ReplayShape  # noqa: E402
 from augtree_fx.replay import Tree, prefill  # noqa: E402
 from augtree_fx.wave import Wave  # noqa: E402
 
@@ -34,6 +35,11 @@ __version__ = "0.1.0"
 __all__ = [
     "CostModel",
     "Explanation",
+    "Hardware",
+    "ModelShape",
+    "Plan",
+    "Planner",
+    "ReplayShape",
     "RewriteError",
     "Tree",
     "TreeLayout",

@@ -21,7 +21,10 @@ COMMANDS = {
     "bench": Command(
         "augtree_fx.examples.bench.cli", "measure attention, or an update step, against what else there is"
     ),
+    "calibrate": Command("augtree_fx.calibrate.cli", "measure this machine and write its hardware profile"),
     "models": Command("augtree_fx.coverage.cli", "check every causal-LM type of the installed transformers"),
+    "plan": Command("augtree_fx.planner.cli", "plan a batch over many ranks; compare with what others do"),
+    "simulate": Command("augtree_fx.planner.simulate_cli", "run steps of a workload event by event, ours and theirs"),
     "verify": Command("augtree_fx.verify.cli", "check your own model and batch: transformed against unmodified"),
 }
 

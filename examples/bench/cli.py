@@ -40,10 +40,11 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx bench") -> 
         0; 1 when the parity gate failed. A usage error ends in ``SystemExit(2)``.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Measure against what else there is, behind a parity gate.")
-    commands = parser.add_subparsers(required=True, metavar="attention | step | cp", dest="bench")
+    commands = parser.add_subparsers(required=True, metavar="attention | step | cp | planner", dest="bench")
     add_attention(commands)
     add_step(commands)
     add_cp(commands)
+    add_planner(commands)
     given = parser.parse_args(arguments)
     return given.run(given, given.parser)
 
@@ -171,6 +172,26 @@ def add_cp(commands: argparse._SubParsersAction) -> None:
         "--seconds", type=_number, default=300, help="a collective that a rank does not join for as long ends the run"
     )
     parser.set_defaults(run=_cp, parser=parser)
+
+
+def add_planner(commands: argparse._SubParsersAction) -> None:
+    """Declare ``bench planner``."""
+    parser = commands.add_parser(
+        "planner", help="host time of planning: a new batch, a cached plan, and where the time goes",
+        description="Host time of planning on one core, of a new batch and of one whose plan is cached.",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=_number, default=20, help="timed runs; default %(default)s")
+    parser.add_argument(
+        "--profile", type=int, choices=range(1, 51), metavar="N", help="also show the N slowest functions"
+    )
+    parser.add_argument("--json", metavar="FILE", type=_writable, help="also write all figures to FILE")
+    parser.set_defaults(run=_planner, parser=parser)
+
+
+def _planner(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from augtree_fx.examples.bench import planner
+
+    return planner.run(given.repeats, given.profile, given.json)
 
 
 def _device(given: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:

@@ -1,0 +1,1 @@
+"""Measuring a machine for the planner: kernels by size, copies, memory, links."""

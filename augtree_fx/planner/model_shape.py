@@ -1,0 +1,211 @@
+"""What a planner needs to know of a model: sizes, read off a Hugging Face config, its JSON, or a model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAMES = {  # older configs' names of the same numbers
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "vocab_size": ("vocab_size",),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        num_layers: decoder layers.
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key heads.
+        head_dim: size of a query and key head.
+        value_head_dim: size of a value head.
+        kv_values_per_token: numbers that move for one token's keys and values in one layer; MLA moves its latent.
+        dense_weights: weights of one layer that every token passes through, averaged over layers.
+        expert_weights: weights of one layer's routed experts that one token passes through, averaged over layers.
+        num_experts: routed experts of a layer, 0 without.
+        experts_per_token: of them, how many a token passes through.
+        total_weights: all parameters, embeddings and head included.
+        vocab_size: rows of the LM head.
+        windows: ``((window in tokens, or None), number of layers)`` pairs that add up to `num_layers`.
+        dtype_bytes: bytes of a weight and of an activation.
+        name: for tables.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    kv_values_per_token: int
+    dense_weights: int
+    expert_weights: int
+    num_experts: int
+    experts_per_token: int
+    total_weights: int
+    vocab_size: int
+    windows: tuple[tuple[int | None, int], ...]
+    dtype_bytes: int = 2
+    name: str = "model"
+
+    @property
+    def pair_flop(self) -> int:
+        """FLOP of one (query, key) pair in one layer, forward: two products a head."""
+        return 2 * self.num_heads * (self.head_dim + self.value_head_dim)
+
+    @property
+    def query_values_per_token(self) -> int:
+        """Numbers of one token's queries in one layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def output_values_per_token(self) -> int:
+        """Numbers of one token's attention output in one layer."""
+        return self.num_heads * self.value_head_dim
+
+    @staticmethod
+    def from_config(config: Any, *, name: str | None = None) -> ModelShape:
+        """Sizes off a config.
+
+        Args:
+            config: a transformers config, a mapping as in config.json, or the path of such a file or its folder.
+            name: for tables; by default the config's own.
+
+        Raises:
+            ValueError: a size is missing, or heads do not divide.
+            FileNotFoundError: no such file.
+        """
+        values = _values(config)
+        if isinstance(values.get("text_config"), Mapping):
+            values = dict(values["text_config"])
+        layers, hidden = _number(values, "num_hidden_layers"), _number(values, "hidden_size")
+        heads = _number(values, "num_attention_heads")
+        kv_heads = values.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}; see the config")
+        latent, rope = values.get("kv_lora_rank"), values.get("qk_rope_head_dim") or 0
+        head_dim = values.get("head_dim") or hidden // heads
+        value_dim = values.get("v_head_dim") or head_dim
+        if latent:
+            head_dim = (values.get("qk_nope_head_dim") or 0) + rope
+            attention = _latent_weights(values, hidden, heads, head_dim, value_dim)
+        else:
+            attention = hidden * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
+        mlp = _mlp_weights(values, hidden, layers)
+        vocabulary = _number(values, "vocab_size")
+        embeddings = vocabulary * hidden * (1 if values.get("tie_word_embeddings") else 2)
+        return ModelShape(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_dim,
+            kv_values_per_token=latent + rope if latent else kv_heads * (head_dim + value_dim),
+            dense_weights=attention + mlp.dense // layers,
+            expert_weights=mlp.active // layers,
+            num_experts=mlp.experts,
+            experts_per_token=mlp.experts_per_token,
+            total_weights=attention * layers + mlp.dense + mlp.all_experts + embeddings,
+            vocab_size=vocabulary,
+            windows=_windows(values, layers),
+            dtype_bytes=4 if "float32" in str(values.get("dtype") or values.get("torch_dtype")) else 2,
+            name=name or values.get("_name_or_path") or values.get("model_type") or "model",
+        )
+
+    @staticmethod
+    def from_model(model: Any) -> ModelShape:
+        """Sizes off a live model: its config, and its parameters' own count and dtype.
+
+        Args:
+            model: a transformers model; nothing of it is changed.
+        """
+        from dataclasses import replace
+
+        shape = ModelShape.from_config(model.config)
+        parameters = list(model.parameters())
+        weights = sum(parameter.numel() for parameter in parameters)
+        return replace(shape, total_weights=weights, dtype_bytes=parameters[0].dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """Weights of all layers' MLPs: `dense` for every token, `active` for a token's experts, `all_experts` stored."""
+
+    dense: int
+    active: int = 0
+    all_experts: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+def _values(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"config must be a config.json or its folder, found no file {str(path)!r}")
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return dict(text.to_dict())
+
+
+def _number(values: Mapping[str, Any], name: str) -> int:
+    for alias in _NAMES[name]:
+        if isinstance(values.get(alias), int):
+            return int(values[alias])
+    raise ValueError(
+        f"a config must have {name}, found {sorted(values)[:8]}; pass ModelShape(...) with the numbers themselves"
+    )
+
+
+def _latent_weights(values: Mapping[str, Any], hidden: int, heads: int, head_dim: int, value_dim: int) -> int:
+    """Weights of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    rank, rope = values["kv_lora_rank"], values.get("qk_rope_head_dim") or 0
+    low = values.get("q_lora_rank")
+    queries = hidden * low + low * heads * head_dim if low else hidden * heads * head_dim
+    keys = hidden * (rank + rope) + rank * heads * (head_dim - rope + value_dim)
+    return queries + keys + heads * value_dim * hidden
+
+
+def _mlp_weights(values: Mapping[str, Any], hidden: int, layers: int) -> _Mlp:
+    inner = values.get("intermediate_size") or 4 * hidden
+    experts = values.get("num_experts") or values.get("num_local_experts") or values.get("n_routed_experts") or 0
+    if not experts:
+        return _Mlp(dense=3 * hidden * inner * layers)
+    per_token = values.get("num_experts_per_tok") or values.get("moe_topk") or 1
+    expert = 3 * hidden * (values.get("moe_intermediate_size") or inner)
+    dense_layers = len(values.get("mlp_only_layers") or ()) or values.get("first_k_dense_replace") or 0
+    shared_inner = values.get("shared_expert_intermediate_size") or 0
+    shared = 3 * hidden * shared_inner or expert * (values.get("n_shared_experts") or 0)
+    sparse = layers - dense_layers
+    router = hidden * experts
+    return _Mlp(
+        dense=3 * hidden * inner * dense_layers + (shared + router) * sparse,
+        active=expert * per_token * sparse,
+        all_experts=expert * experts * sparse,
+        experts=experts,
+        experts_per_token=per_token,
+    )
+
+
+def _windows(values: Mapping[str, Any], layers: int) -> tuple[tuple[int | None, int], ...]:
+    window = values.get("sliding_window") or values.get("attention_chunk_size")
+    types = values.get("layer_types")
+    if not window or values.get("use_sliding_window") is False:
+        return ((None, layers),)
+    if not types:
+        return ((int(window), layers),)
+    counts = Counter(int(window) if kind in ("sliding_attention", "chunked_attention") else None for kind in types)
+    return tuple(sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0)))

@@ -1,0 +1,175 @@
+"""The price of a placement: rounds and waves that fit in memory, the best schedule of each lane, the time of the step.
+
+Rounds and waves are slow to find and can only add time, so a placement is first priced as if memory had no end; that is
+a lower bound, and most placements are out by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from augtree_fx.planner.loads import Loads, joined, loads_of
+from augtree_fx.planner.memory import MemoryModel
+from augtree_fx.planner.packing import Packing, pack
+from augtree_fx.planner.placement import Placement
+from augtree_fx.planner.replay_shape import IntArray
+from augtree_fx.planner.schedule import Schedule
+from augtree_fx.planner.terms import Terms, exchange_us, terms_of
+from augtree_fx.planner.units import FloatArray
+from augtree_fx.planner.work import SCHEDULES, Costs
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Lanes of several placements, priced together: fewer and longer array operations."""
+
+    loads: Loads
+    terms: Terms
+    schedule: IntArray
+    lane_us: FloatArray
+
+    @cached_property
+    def columns(self) -> dict[str, list[float]]:
+        """Every term of every lane under its schedule."""
+        return self.terms.columns(self.schedule)
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A placement with its price.
+
+    Attributes:
+        placement: what was priced.
+        packing: its rounds and waves; ``None`` while the price is a lower bound.
+        total_us: time of the step: that of its slowest lane, to the nanosecond; last bits of a float decide nothing.
+        rank: order of preference: time, then what is left of it without FSDP's collectives, then plans that share.
+        reuse: whether shared tokens are computed once.
+        schedules: those that lanes may choose from.
+    """
+
+    placement: Placement
+    packing: Packing | None
+    total_us: float
+    rank: tuple[float, float, bool]
+    reuse: bool
+    schedules: Collection[Schedule]
+    _batch: _Batch
+    _first: int
+
+    @property
+    def lanes(self) -> slice:
+        return slice(self._first, self._first + len(self.placement.lane_degrees))
+
+    @property
+    def lane_us(self) -> FloatArray:
+        """``[lanes]`` time of each lane."""
+        return self._batch.lane_us[self.lanes]
+
+    @property
+    def schedule(self) -> IntArray:
+        """``[lanes]`` index of each lane's schedule in `SCHEDULES`."""
+        return self._batch.schedule[self.lanes]
+
+    @property
+    def loads(self) -> Loads:
+        """Of all lanes that were priced together; this placement's are `lanes`."""
+        return self._batch.loads
+
+    def lane_terms(self, lane: int) -> dict[str, float]:
+        """Every term of one lane in microseconds."""
+        where = self._first + lane
+        return {name: values[where] for name, values in self._batch.columns.items()}
+
+
+def bounds(
+    placements: Sequence[Placement], costs: Costs, *, reuse: bool, schedules: Collection[Schedule] = SCHEDULES
+) -> list[Priced]:
+    """Price placements of one shape as if each ran in one pass.
+
+    Args:
+        placements: units in lanes.
+        costs: what prices depend on.
+        reuse: whether the shape that was placed shares tokens, for tables.
+        schedules: those a lane may choose from.
+    """
+    levels = placements[0].family.units.shape.num_levels
+    loads = [
+        loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, levels)
+        for placement in placements
+    ]
+    firsts = np.cumsum([0] + [len(one.degree) for one in loads])[:-1]
+    batch = _batch(joined(loads), 1, 1, schedules, costs)
+    totals = np.maximum.reduceat(batch.lane_us, firsts).round(3).tolist()
+    seconds = np.maximum.reduceat(batch.lane_us - _weights_us(batch), firsts).round(3).tolist()
+    return [
+        Priced(placement, None, total, (total, second, not reuse), reuse, schedules, batch, first)
+        for placement, total, second, first in zip(placements, totals, seconds, firsts.tolist(), strict=True)
+    ]
+
+
+def refine(priced: Priced, costs: Costs) -> Priced | None:
+    """The price with the rounds and waves that memory asks for; ``None`` if it does not fit."""
+    packing = pack(priced.placement, MemoryModel.of(costs))
+    if packing is None:
+        return None
+    if packing.rounds == packing.waves == 1:
+        return replace(priced, packing=packing)
+    placement = priced.placement
+    levels = placement.family.units.shape.num_levels
+    loads = loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, levels)
+    batch = _batch(loads, packing.waves, packing.rounds, priced.schedules, costs)
+    total = round(float(batch.lane_us.max()), 3)
+    rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
+    return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0)
+
+
+def exchanged(placement: Placement, packing: Packing, costs: Costs) -> Priced:
+    """Price a placement of rows as Ulysses runs it: whole rows with some of the heads, all-to-all around attention."""
+    loads = loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, 1)
+    whole = np.bincount(
+        placement.lane_of_unit, weights=placement.family.work.prefill_us[:, 0], minlength=len(loads.degree)
+    )
+    still = np.zeros_like(loads.degree)
+    loads = replace(loads, prefill_us=whole / loads.degree, kv_token_layers=still)
+    terms = terms_of(loads, 1, packing.rounds, costs)
+    moved = exchange_us(loads.inner_tokens / loads.degree, loads.degree, costs)
+    terms = replace(terms, prefill_transfer_us=moved, prefill_exposed_us=moved, merge_us=np.zeros_like(terms.merge_us))
+    schedule = np.zeros(len(loads.degree), dtype=np.int64)
+    batch = _Batch(loads, terms, schedule, terms.total_us[0])
+    total = round(float(batch.lane_us.max()), 3)
+    return Priced(placement, packing, total, (total, total, True), False, SCHEDULES, batch, 0)
+
+
+def best_of(bounds: list[Priced], costs: Costs) -> tuple[Priced | None, list[Priced]]:
+    """The cheapest placement that fits, and the others in order of preference, some of them as lower bounds."""
+    best: Priced | None = None
+    others = []
+    for candidate in sorted(bounds, key=lambda priced: priced.rank):
+        if best is not None and candidate.rank >= best.rank:
+            others.append(candidate)
+            continue
+        refined = refine(candidate, costs)
+        if refined is not None and (best is None or refined.rank < best.rank):
+            others += [best] if best else []
+            best = refined
+        elif refined is not None:
+            others.append(refined)
+    return best, sorted(others, key=lambda priced: priced.rank)
+
+
+def _batch(loads: Loads, waves: int, rounds: int, schedules: Collection[Schedule], costs: Costs) -> _Batch:
+    terms = terms_of(loads, waves, rounds, costs, may_gather=Schedule.GATHER_KV in schedules)
+    total = terms.total_us
+    allowed = [index for index, schedule in enumerate(SCHEDULES) if schedule in schedules]
+    # Nothing moves in a lane of one rank, or without branches: the last one is gather, the reference, where allowed.
+    still = (loads.degree == 1) | (loads.leaf_tokens == 0)
+    schedule = np.array(allowed)[np.where(still, len(allowed) - 1, total[allowed].argmin(axis=0))]
+    return _Batch(loads, terms, schedule, total[schedule, np.arange(len(schedule))])
+
+
+def _weights_us(batch: _Batch) -> FloatArray:
+    return batch.terms.weights_us[batch.schedule, np.arange(len(batch.schedule))]

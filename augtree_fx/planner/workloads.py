@@ -1,0 +1,103 @@
+"""Workload files: one JSON line a group of lengths, deeper trees where the file has them.
+
+{"prompt_tokens": P, "response_tokens": [...]}                       a group
+... "static_prompt_tokens": S                                        its first S tokens are the same in all groups
+{"doc_tokens": D, "instructions": [{"prompt_tokens": ..., ...}]}     one document under several prompts
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from augtree_fx.planner.replay_shape import ReplayShape
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt with its responses below a path of shared prefixes.
+
+    Attributes:
+        path: ``(name, tokens)`` of what it shares with other groups; groups with equal names share it.
+        prompt_tokens: tokens of its own prompt after that.
+        response_tokens: of its responses.
+    """
+
+    path: tuple[tuple[str, int], ...]
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+
+
+def read_groups(path: str | Path) -> list[Group]:
+    """Groups of a workload file, in its order.
+
+    Raises:
+        ValueError: a line is no JSON object, or lacks its lengths.
+        FileNotFoundError: no such file.
+    """
+    groups: list[Group] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                groups += _groups_of(json.loads(line), str(number))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"line {number} of {str(path)!r} must have prompt_tokens and response_tokens, or instructions that "
+                    f'do, got {line[:60]!r} ({error}); as in {{"prompt_tokens": 100, "response_tokens": [20, 30]}}'
+                ) from error
+    if not groups:
+        raise ValueError(f"a workload must have at least one group, got none in {str(path)!r}")
+    return groups
+
+
+def _groups_of(line: dict[str, Any], number: str) -> Iterator[Group]:
+    if "instructions" in line:
+        prompts = [int(one["prompt_tokens"]) for one in line["instructions"]]
+        shared = min(line.get("lcp_tokens", line.get("doc_tokens", 0)), min(prompts))
+        for prompt, one in zip(prompts, line["instructions"], strict=True):
+            yield Group((("document " + number, shared),), prompt - shared, tuple(map(int, one["response_tokens"])))
+        return
+    prompt, responses = int(line["prompt_tokens"]), tuple(map(int, line["response_tokens"]))
+    static = int(line.get("static_prompt_tokens", 0))
+    yield Group((("static", static),) if static else (), prompt - static, responses)
+
+
+def shape_of(groups: Sequence[Group]) -> ReplayShape:
+    """The prefix trees of a batch of groups."""
+    paths = sorted({group.path for group in groups})
+    shared = {path: index for index, path in enumerate(path for path in paths if path)}
+    order = sorted(range(len(groups)), key=lambda index: shared.get(groups[index].path, len(shared)))
+    roots = [path[0][1] for path in shared]
+    under = [index for index in order if groups[index].path]
+    alone = [index for index in order if not groups[index].path]
+    # Level 0: shared prefixes, then prompts that share none. Level 1: prompts under prefixes, responses of the others.
+    parent = [-1] * (len(roots) + len(alone))
+    length = roots + [groups[index].prompt_tokens for index in alone]
+    scored = [0] * len(length)
+    node = {index: len(roots) + place for place, index in enumerate(alone)}
+    for index in under:
+        node[index] = len(parent)
+        parent.append(shared[groups[index].path])
+        length.append(groups[index].prompt_tokens)
+        scored.append(0)
+    for index in alone + under:
+        responses = groups[index].response_tokens
+        parent += [node[index]] * len(responses)
+        length += responses
+        scored += responses
+    return ReplayShape.from_nodes(parent, length, scored_tokens=scored)
+
+
+def batches(groups: Sequence[Group], groups_per_step: int) -> list[ReplayShape]:
+    """Consecutive steps over a workload; the last one may be smaller.
+
+    Raises:
+        ValueError: `groups_per_step` is below 1.
+    """
+    if groups_per_step < 1:
+        raise ValueError(f"a step must have at least 1 group, got {groups_per_step}")
+    starts = range(0, len(groups), groups_per_step)
+    return [shape_of(groups[start : start + groups_per_step]) for start in starts]
