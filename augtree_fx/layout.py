@@ -208,6 +208,17 @@ class TreeLayout:
             assert remaining == 0, "a row must end inside its last node"
         return index
 
+    @cached_property
+    def row_group(self) -> IntArray:
+        """``[rows]`` node that makes rows a group: the deepest one with branches on a row's path, or its only one.
+
+        -1 for an empty row.
+        """
+        has_branches = np.zeros(self.num_nodes + 1, dtype=bool)
+        has_branches[self.parent] = True
+        own = has_branches[self.row_node] | (self.parent[self.row_node] < 0) | (self.row_node < 0)
+        return np.where(own, self.row_node, self.parent[self.row_node])
+
     def padded_to_multiple_of(self, multiple: int) -> TreeLayout:
         """The layout with packed tokens that no row shows, up to the next multiple: few sizes for CUDA graphs to know.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.provenance import UnknownOrigin
 from augtree_fx.transforms.skeleton import named_layers, separates_axes
 from augtree_fx.transforms.state import StackState
+
+logger = logging.getLogger("augtree_fx")
 
 # Keywords that the packed call replaces, or that say nothing about tokens.
 REPLACED = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHE_NAMES)
@@ -102,6 +105,7 @@ def decide(
         if state.strict:
             raise
         raise Unshared(str(error)) from error
+    _count(stack, state, host)
     if len(host.length) == 1:
         raise Unshared("")
     layout = layout_of(stack, state, host)
@@ -120,6 +124,18 @@ def decide(
         if tokens.collides(layout):
             raise Unshared("two different tokens have one fingerprint")
     return layout
+
+
+def _count(stack: nn.Module, state: StackState, host: HostRows) -> None:
+    """Count a batch's tokens, and look whether its groups are whole."""
+    state.counts.add_rows(int(host.length.sum()))
+    if not stack.training or not torch.is_grad_enabled():
+        return
+    trained = next((parameter for parameter in stack.parameters() if parameter.requires_grad), None)
+    version = 0 if trained is None else trained._version
+    found = state.torn.add(host, version, state.costs or estimated_costs(stack, host.device))
+    if found is not None:
+        logger.warning("augtree-fx: %s", found)
 
 
 def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:

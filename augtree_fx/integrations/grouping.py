@@ -1,0 +1,56 @@
+"""An order of rows in which groups stay together and, where micro-batches allow it, in one micro-batch.
+
+rows           A1 B1 A2 C1 C2 B2 A3 C3 B3        shuffled, groups read off equal prompts
+micro-batches  A1 A2 A3 | B1 B2 B3 | C1 C2 C3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+def group_order(groups: Sequence[Hashable], num_chunks: int) -> list[int]:
+    """An order of rows for equal micro-batches; only what tears a group is changed about the order given.
+
+    Groups come in the order of their first rows, so that a shuffle of rows becomes a shuffle of groups, and members
+    keep their order. A group that is larger than a micro-batch fills whole ones; one that fits nowhere whole is torn, into
+    micro-batches that are neighbours where possible.
+
+    Args:
+        groups: what tells the group of each row, equal inside of a group.
+        num_chunks: how many micro-batches the rows are cut into, all of ``len(groups) // num_chunks`` rows.
+
+    Returns:
+        Row numbers, micro-batch after micro-batch. Rows that are left over come last.
+
+    Raises:
+        ValueError: ``num_chunks`` is not between 1 and the number of rows.
+    """
+    if not 1 <= num_chunks <= max(len(groups), 1):
+        raise ValueError(f"num_chunks must be between 1 and the number of rows {len(groups)}, got {num_chunks}")
+    size = len(groups) // num_chunks if groups else 0
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows_of.setdefault(group, []).append(row)
+    chunks: list[list[int]] = [[] for _ in range(num_chunks)]
+    # Longest first leaves the short ones to fill gaps; equal ones stay in their order, because the sort is stable.
+    for rows in sorted(rows_of.values(), key=len, reverse=True):
+        _place(rows, chunks, size)
+    order = [row for chunk in sorted(chunks, key=lambda chunk: _rank(chunk, groups, rows_of)) for row in chunk]
+    return order + sorted(set(range(len(groups))) - set(order))
+
+
+def _place(rows: list[int], chunks: list[list[int]], size: int) -> None:
+    """Put a group where it leaves the least room, in pieces only where it fits nowhere whole."""
+    room = [size - len(chunk) for chunk in chunks]
+    while rows and max(room) > 0:
+        fitting = [free for free in room if free >= min(len(rows), size)]
+        index = room.index(min(fitting, default=max(room)))
+        piece, rows = rows[: room[index]], rows[room[index] :]
+        chunks[index] += piece
+        room[index] -= len(piece)
+
+
+def _rank(chunk: list[int], groups: Sequence[Hashable], rows_of: dict[Hashable, list[int]]) -> tuple[int, int]:
+    """Micro-batches in the order of their groups, pieces of one group side by side."""
+    return min((rows_of[groups[row]][0], row) for row in chunk) if chunk else (0, 0)
