@@ -45,15 +45,16 @@ def tokenizer() -> ByT5Tokenizer:
     return made
 
 
-def model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
     """Weights are equal for equal arguments. Float64, so that differences of losses are no rounding."""
     config_class, model_class = FAMILIES[family]
     transformers.set_seed(0)
-    config = config_class(
-        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, bos_token_id=None, eos_token_id=1,
-        pad_token_id=0,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    }  # fmt: skip
+    special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = config_class(**{**sizes, **special, **changes})
     return model_class(config).to(dtype)
 
 

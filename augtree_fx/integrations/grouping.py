@@ -13,8 +13,8 @@ def group_order(groups: Sequence[Hashable], num_chunks: int) -> list[int]:
     """An order of rows for equal micro-batches; only what tears a group is changed about the order given.
 
     Groups come in the order of their first rows, so that a shuffle of rows becomes a shuffle of groups, and members
-    keep their order. A group that is larger than a micro-batch fills whole ones; one that fits nowhere whole is torn, into
-    micro-batches that are neighbours where possible.
+    keep their order. A group that is larger than a micro-batch fills whole ones; one that fits nowhere whole is torn,
+    into micro-batches that are neighbours where possible.
 
     Args:
         groups: what tells the group of each row, equal inside of a group.
@@ -54,3 +54,45 @@ def _place(rows: list[int], chunks: list[list[int]], size: int) -> None:
 def _rank(chunk: list[int], groups: Sequence[Hashable], rows_of: dict[Hashable, list[int]]) -> tuple[int, int]:
     """Micro-batches in the order of their groups, pieces of one group side by side."""
     return min((rows_of[groups[row]][0], row) for row in chunk) if chunk else (0, 0)
+
+
+def balanced_groups(
+    groups: Sequence[Hashable], tokens: Sequence[int], num_chunks: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Rows of micro-batches of about as many tokens, groups whole where the limit allows it.
+
+    The most expensive group goes to the emptiest micro-batch first; one that does not fit is halved until it does.
+
+    Args:
+        groups: what tells the group of each row.
+        tokens: of each row.
+        num_chunks: micro-batches, none of which may be empty.
+        max_tokens: of a micro-batch.
+
+    Returns:
+        Row numbers of each micro-batch, or ``None`` if rows do not fit that way.
+    """
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows_of.setdefault(group, []).append(row)
+    waiting = list(rows_of.values())
+    while len(waiting) < num_chunks and max(map(len, waiting)) > 1:
+        waiting += _halves(waiting.pop(max(range(len(waiting)), key=lambda i: len(waiting[i]))))
+    chunks: list[list[int]] = [[] for _ in range(num_chunks)]
+    filled = [0] * num_chunks
+    while waiting:
+        cost = [sum(tokens[row] for row in rows) for rows in waiting]
+        rows = waiting.pop(cost.index(max(cost)))
+        emptiest = filled.index(min(filled))
+        if filled[emptiest] + max(cost) <= max_tokens:
+            chunks[emptiest] += rows
+            filled[emptiest] += max(cost)
+        elif len(rows) > 1:
+            waiting += _halves(rows)
+        else:
+            return None
+    return chunks if all(chunks) else None
+
+
+def _halves(rows: list[int]) -> list[list[int]]:
+    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
