@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -86,14 +86,25 @@ class _OnImport(MetaPathFinder):
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            _replace(mine)
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]  # a loader is made for each spec
+        spec.loader = _ReplacingLoader(spec.loader, mine)
         return spec
+
+
+class _ReplacingLoader(Loader):
+    """A loader that replaces functions when it has loaded a module. Loaders may be shared, so none is changed."""
+
+    def __init__(self, loader: Loader, hooks: Sequence[Hook]) -> None:
+        self._loader, self._hooks = loader, hooks
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _replace(self._hooks)
+
+    def __getattr__(self, name: str) -> Any:  # sources and files of the module, for tracebacks and resources
+        return getattr(self._loader, name)
 
 
 def transform_or_say_why(model: nn.Module, advice: str) -> None:
