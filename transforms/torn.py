@@ -24,6 +24,7 @@ ADVICE = (
 )
 NUM_BATCHES = 64  # then nothing is looked at any more
 LOOK_AT = (2, 4, 8, 16)  # batches in the window; the last look ends it
+MIN_TOKENS = 16.0  # that a prompt must save
 MAX_WINDOW_TOKENS = 1 << 20  # 8 MiB of keys
 
 
@@ -96,7 +97,11 @@ class TornGroups:
 
 
 def _row_groups(batches: list[HostRows], costs: CostModel) -> IntArray:
-    """``[rows]`` number of the deepest shared node of each row, of its own node where it shares none."""
+    """``[rows]`` number of the deepest shared node of each row, of its own node where it shares none.
+
+    A few tokens that responses have in common make no group, whatever the model shares.
+    """
+    costs = CostModel(max(costs.node_tokens, MIN_TOKENS), max(costs.merge_fraction, 0.01))
     length = np.concatenate([host.length for host in batches])
     rows = [keys for host in batches for keys in host.row_keys()]
     begin = np.cumsum(length) - length
