@@ -215,9 +215,9 @@ class TreeLayout:
         -1 for an empty row.
         """
         has_branches = np.zeros(self.num_nodes + 1, dtype=bool)
-        has_branches[self.parent] = True
-        own = has_branches[self.row_node] | (self.parent[self.row_node] < 0) | (self.row_node < 0)
-        return np.where(own, self.row_node, self.parent[self.row_node])
+        has_branches[self.parent] = True  # -1, of level 0, is the last entry, which stands for empty rows
+        above = np.append(self.parent, -1)[self.row_node]
+        return np.where(has_branches[self.row_node] | (above < 0), self.row_node, above)
 
     def padded_to_multiple_of(self, multiple: int) -> TreeLayout:
         """The layout with packed tokens that no row shows, up to the next multiple: few sizes for CUDA graphs to know.

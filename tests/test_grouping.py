@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from augtree_fx import CostModel, TreeLayout
 from augtree_fx.integrations.grouping import balanced_groups, group_order
 
 
@@ -72,3 +74,14 @@ def test_balanced_groups_are_whole_where_they_fit_and_halved_where_not() -> None
     halves = balanced_groups(groups, tokens, 8, 20)
     assert halves is not None and all(len({groups[row] for row in chunk}) == 1 for chunk in halves)
     assert balanced_groups(groups, tokens, 4, 39) is None
+
+
+def test_groups_of_a_layout() -> None:
+    rows = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [6, 7, 8, 9], [1, 2, 7, 0], [0, 0, 0, 0]])
+    mask = torch.ones_like(rows)
+    mask[4, 3:] = mask[5] = 0
+    layout = TreeLayout.from_padded(rows, mask, costs=CostModel.free())
+    group = layout.row_group.tolist()
+    assert [layout.path_start[node] + layout.length[node] for node in group[:5]] == [3, 3, 3, 4, 2]
+    assert group[0] == group[1] == group[2] and len({group[0], group[3], group[4]}) == 3 and group[5] == -1
+    assert TreeLayout.from_padded(rows[5:], mask[5:]).row_group.tolist() == [-1]

@@ -279,3 +279,60 @@ def test_the_call_form_of_trl_0_24(name: str) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)  # norms compute in float32
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+class Unknown:
+    """As a trainer of another version might be: it buffers its rows, under names of its own."""
+
+    def __init__(self, buffered: Any = None) -> None:
+        self.model, self.args, self.logs = trl_runs.model("llama").train(), None, []
+        if buffered is not None:
+            self._buffered_inputs = buffered
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self._buffered_inputs[0]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self.logs.append(logs)
+
+
+def test_unknown_trainers_run_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    said = (
+        "Unknown does not keep its rows as trainers of trl 1.16 do, so their order is not changed; order rows by prompt"
+    )
+    trainer = integration.enable(Unknown())
+    assert augtree_fx.explain(trainer.model).transformed and caplog.text.count(said) == 1
+    trainer.log({"loss": 1.0})
+    assert trainer.logs == [{"loss": 1.0}], "nothing was computed, so there is nothing to log"
+    caplog.clear()
+    chunks = [{"tokens": torch.zeros(2, 3)}, {"tokens": torch.ones(2, 3)}]
+    trainer = integration.enable(Unknown(chunks))
+    for _ in range(3):
+        assert trainer._prepare_inputs(None) is chunks[0]
+    assert caplog.text.count(said) == 1
+
+
+def test_regrouped_micro_batches_keep_rows_whole() -> None:
+    """Tensors, lists, numbers and None move together; images of a row, of which rows have several, go with it."""
+    group = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0, 1, 1, 2, 0])
+    images = [1, 2, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1]
+    pixels = torch.arange(12.0).repeat_interleave(torch.tensor(images))[:, None]
+
+    def chunk(begin: int) -> dict[str, Any]:
+        rows = slice(begin, begin + 4)
+        first = sum(images[:begin])
+        return {
+            "prompt_ids": group[rows, None].expand(-1, 3), "prompt_mask": torch.ones(4, 3),
+            "row": torch.arange(12)[rows],
+            "names": [str(row) for row in range(begin, begin + 4)], "num_items_in_batch": torch.tensor(7), "old": None,
+            "num_images": images[rows], "pixel_values": pixels[first : first + sum(images[rows])],
+        }  # fmt: skip
+
+    regrouped = integration.regroup([chunk(0), chunk(4), chunk(8)])
+    rows = [each["row"].tolist() for each in regrouped]
+    assert [set(group[row].tolist()) for row in rows] == [{0}, {1}, {2}]
+    for each, row in zip(regrouped, rows, strict=True):
+        assert each["names"] == [str(number) for number in row]
+        assert (each["num_items_in_batch"].item(), each["old"]) == (7, None)
+        assert each["num_images"] == [images[number] for number in row]
+        assert each["pixel_values"][:, 0].tolist() == [float(number) for number in row for _ in range(images[number])]
