@@ -1,7 +1,7 @@
 """TRL's real trainers with `integrations.trl.enable`: losses and gradient norms of the plain trainer, and whole groups.
 
-The plain trainer puts its rows in the same order with code of its own (`trl_runs.in_groups`). Models are float64 and
-losses are logged in float32, so 1e-5 leaves room for nothing but the rounding of TRL's float32 rewards and log-probs.
+The plain trainer puts its rows in the same order with code of its own (`trl_runs.in_groups`). Models are float64, so
+1e-5 leaves room for nothing but what models and TRL compute in float32: norms, rewards, log-probs, logged losses.
 """
 
 from __future__ import annotations
