@@ -61,6 +61,17 @@ def test_a_single_row_in_each_micro_batch_is_torn_too(stack: nn.Module, caplog: 
     assert f"{SAID}1.0 rows a group of 4" in message
 
 
+def test_torn_groups_are_said_after_the_first_update(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Two rows of each of two groups in a micro-batch, three micro-batches an update."""
+    for update in range(2):
+        groups = [2 * update, 2 * update + 1] * 6
+        batches = in_batches(rows(groups, update), 4)
+        train(stack, batches[:2])
+        train(stack, batches[2:], step=True)
+    (message,) = found(caplog)
+    assert f"{SAID}2.0 rows a group of 6" in message
+
+
 @pytest.mark.parametrize("step", [False, True])
 def test_whole_groups_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture, step: bool) -> None:
     train(stack, in_batches(rows([group for group in range(8) for _ in range(4)]), 4), step)
@@ -70,6 +81,15 @@ def test_whole_groups_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture
 def test_prompts_that_come_again_after_an_update_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     for epoch in range(10):
         train(stack, in_batches(rows([0] * 4 + [1] * 4, epoch), 4), step=True)
+    assert found(caplog) == []
+
+
+def test_empty_rows_belong_to_no_group(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1] = 0
+    for seed in range(8):
+        stack(torch.stack(rows([seed, seed], seed)), attention_mask=mask, use_cache=False).logits.sum().backward()
+        stack(torch.stack(rows([0, 0])), attention_mask=mask * 0, use_cache=False).logits.sum().backward()
     assert found(caplog) == []
 
 

@@ -59,14 +59,17 @@ class TornGroups:
         if self.message is not None or self._num_batches >= NUM_BATCHES:
             return None
         self._num_batches += 1
-        rows = {hash(keys.tobytes()) for keys in host.row_keys()}
+        versions = {earlier for earlier, _ in self._window}
+        if len(self._window) > 1 and len(versions) == 1 and version not in versions:
+            self.message = self._look(costs, all_seen=True)  # the update is over: no more of its groups come
+        rows = {hash(keys.tobytes()) for keys in host.row_keys() if len(keys)}
         tokens = sum(int(each.length.sum()) for _, each in self._window) + int(host.length.sum())
         if rows & self._seen or tokens > MAX_WINDOW_TOKENS or len(self._window) == LOOK_AT[-1]:
             self._forget()  # a second epoch or iteration over the same rows is no part of their group
         self._seen |= rows
         self._window.append((version, host))
-        if len(self._window) in LOOK_AT:
-            self.message = self._look(costs)
+        if self.message is None and len(self._window) in LOOK_AT:
+            self.message = self._look(costs, all_seen=len(self._window) == LOOK_AT[-1])
         if self.message is not None or self._num_batches == NUM_BATCHES:
             self._forget()
         return self.message
@@ -74,11 +77,11 @@ class TornGroups:
     def _forget(self) -> None:
         self._window, self._seen, self._group_size = [], set(), 0.0
 
-    def _look(self, costs: CostModel) -> str | None:
+    def _look(self, costs: CostModel, all_seen: bool) -> str | None:
         group = _row_groups([host for _, host in self._window], costs)
         batch = np.repeat(np.arange(len(self._window)), [len(host.length) for _, host in self._window])
-        count = np.bincount(group)
-        together = count[group] > 1
+        group, batch = group[group >= 0], batch[group >= 0]  # rows that are not empty
+        together = np.bincount(group, minlength=1)[group] > 1
         if not together.any():
             return None
         in_all = float(together.sum() / len(np.unique(group[together])))
@@ -88,7 +91,7 @@ class TornGroups:
         if in_batch > in_all / 2 or (in_batch >= 2 and not one_update):
             return None
         grows, self._group_size = in_all > 1.1 * self._group_size, in_all
-        if grows and len(self._window) < LOOK_AT[-1]:
+        if grows and not all_seen:
             return None  # more of these groups may come
         return (
             f"rows of one prompt arrive in different micro-batches: {in_batch:.1f} rows a group of {round(in_all)}; "
