@@ -39,6 +39,7 @@ class Explanation:
         fallbacks: how often the original forward ran, by reason.
         num_shared: batches that were shared so far.
         mixers: modules with a recurrent or convolution state, which run once for each row.
+        torn: groups that arrive in different micro-batches and are not shared for that, in words; or ``None``.
     """
 
     model_name: str
@@ -51,6 +52,7 @@ class Explanation:
     fallbacks: dict[str, int]
     num_shared: int
     mixers: tuple[MixerSite, ...] = ()
+    torn: str | None = None
 
     def __str__(self) -> str:
         parts = [self._sites()]
@@ -89,9 +91,7 @@ class Explanation:
             nodes = slice(int(layout.level_begin[level]), int(layout.level_begin[level + 1]))
             length = layout.length[nodes]
             rows.append((level, len(length), int(length.sum()), int(length.min()), int(length.max())))
-        parents = set(layout.parent.tolist())
-        ends = (int(node) for node in layout.row_node if node >= 0)
-        groups = len({end if end in parents or layout.parent[end] < 0 else int(layout.parent[end]) for end in ends})
+        groups = len({int(node) for node in layout.row_group if node >= 0})
         head = (
             f"tree: {layout.num_rows} rows in {groups} groups; tokens {layout.num_row_tokens} -> {layout.num_tokens} "
             f"(token ratio {layout.token_ratio:.2f}), attention ratio {layout.attention_ratio:.2f}"
@@ -125,6 +125,7 @@ class Explanation:
             return ""
         lines = [f"batches shared so far: {self.num_shared}"]
         lines += [f"original forward, {number} times: {reason}" for reason, number in self.fallbacks.items()]
+        lines += [self.torn] if self.torn else []
         return "\n".join(lines)
 
 
@@ -175,6 +176,7 @@ def explain(
         fallbacks=dict(state.fallbacks),
         num_shared=state.num_shared,
         mixers=state.mixers,
+        torn=state.torn.message,
     )
 
 

@@ -208,6 +208,17 @@ class TreeLayout:
             assert remaining == 0, "a row must end inside its last node"
         return index
 
+    @cached_property
+    def row_group(self) -> IntArray:
+        """``[rows]`` node that makes rows a group: the deepest one with branches on a row's path, or its only one.
+
+        -1 for an empty row.
+        """
+        has_branches = np.zeros(self.num_nodes + 1, dtype=bool)
+        has_branches[self.parent] = True  # -1, of level 0, is the last entry, which stands for empty rows
+        above = np.append(self.parent, -1)[self.row_node]
+        return np.where(has_branches[self.row_node] | (above < 0), self.row_node, above)
+
     def padded_to_multiple_of(self, multiple: int) -> TreeLayout:
         """The layout with packed tokens that no row shows, up to the next multiple: few sizes for CUDA graphs to know.
 

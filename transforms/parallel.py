@@ -64,7 +64,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
     if rows is None:
         raise Unshared(reason)
     own = slice(0, rows.shape[0] * rows.shape[1])
-    shape = rows.shape
+    shape, num_tokens = rows.shape, int(rows.length.sum())
     if pooled is not None:
         rows, own = _pool([each for _, each in found], lanes.host.rank, rows.device)
     costs = costs_of(stack, state, rows.device)
@@ -73,7 +73,11 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         chosen = np.array(some, dtype=np.int64)
         return TreeLayout.from_rows(replace(rows, begin=rows.begin[chosen], length=rows.length[chosen]), costs=costs)
 
-    part = lanes.part(TreeLayout.from_rows(rows, costs=costs), subtree)
+    layout = TreeLayout.from_rows(rows, costs=costs)
+    part = lanes.part(layout, subtree)
+    computed = layout.num_tokens if pooled is None else int((part.tokens() >= 0).sum())
+    state.counts.add_rows(num_tokens)
+    state.counts.add_shared(num_tokens, computed, 0)
     return _packed_call(stack, state, lanes, part, part.index[own], shape)
 
 

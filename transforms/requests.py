@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.provenance import UnknownOrigin
 from augtree_fx.transforms.skeleton import named_layers, separates_axes
 from augtree_fx.transforms.state import StackState
+
+logger = logging.getLogger("augtree_fx")
 
 # Keywords that the packed call replaces, or that say nothing about tokens.
 REPLACED = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHE_NAMES)
@@ -86,6 +89,7 @@ def decide(
         ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
     """
     host = read_rows(stack, state, given, tokens)
+    _count(stack, state, host)
     if len(host.length) == 1:
         raise Unshared("")
     layout = layout_of(stack, state, host)
@@ -126,6 +130,18 @@ def read_rows(
         if state.strict:
             raise
         raise Unshared(str(error)) from error
+
+
+def _count(stack: nn.Module, state: StackState, host: HostRows) -> None:
+    """Count a batch's tokens, and look whether its groups are whole."""
+    state.counts.add_rows(int(host.length.sum()))
+    if not stack.training or not torch.is_grad_enabled():
+        return
+    trained = next((parameter for parameter in stack.parameters() if parameter.requires_grad), None)
+    version = 0 if trained is None else trained._version
+    found = state.torn.add(host, version, costs_of(stack, state, host.device))
+    if found is not None:
+        logger.warning("augtree-fx: %s", found)
 
 
 def _check_columns(state: StackState, layout: TreeLayout, given: Mapping[str, Any]) -> None:

@@ -127,8 +127,11 @@ def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCa
     extras = {name: value for name, value in given.items() if name not in (*REPLACED, *PACKING)}
     if waves:
         index = torch.from_numpy(layout.packed_index)
-        parts = Parts(plan_waves(layout, state.max_wave_tokens), layout, tokens, extras)
+        plan = plan_waves(layout, state.max_wave_tokens)
+        state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())))
+        parts = Parts(plan, layout, tokens, extras)
         return PackedCall({}, index, layout.shape, layout.num_tokens, parts)
+    state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, 0)
     call = pack_layout(stack, state, layout)
     arguments = call.arguments if tokens is None else embedded_arguments(call.arguments, tokens, layout)
     return replace(call, arguments=extras | arguments)

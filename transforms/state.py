@@ -10,8 +10,10 @@ import torch
 from augtree_fx.costs import CostModel
 from augtree_fx.dtensor_ops.lanes import Lanes
 from augtree_fx.transforms.capture import AttentionSite
+from augtree_fx.transforms.counts import Counts
 from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.recurrent import MixerSite
+from augtree_fx.transforms.torn import TornGroups
 
 
 @dataclass
@@ -31,6 +33,9 @@ class StackState:
         in_waves: whether a batch is being computed in parts (`augtree_fx.prefill`).
         max_wave_tokens: packed tokens of branches that are alive at a time; ``None`` for all.
         lanes: ranks that share batches, under context parallelism.
+        trained: tokens of forwards with gradients.
+        scored: tokens of forwards without, such as old and reference log-probs.
+        torn: looks for groups in different micro-batches.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -45,9 +50,18 @@ class StackState:
     max_wave_tokens: int | None = None
     mixers: tuple[MixerSite, ...] = ()
     lanes: Lanes | None = None
+    trained: Counts = field(default_factory=Counts)
+    scored: Counts = field(default_factory=Counts)
+    torn: TornGroups = field(default_factory=TornGroups)
+
+    @property
+    def counts(self) -> Counts:
+        """What the forward that runs now is counted in."""
+        return self.trained if torch.is_grad_enabled() else self.scored
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
         copied = {"sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False}
+        copied |= {"trained": replace(self.trained), "scored": replace(self.scored), "torn": self.torn.fresh()}
         return {**self.__dict__, **copied}

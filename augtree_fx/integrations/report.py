@@ -1,0 +1,61 @@
+"""What a trainer logs of sharing: tokens before and after, their ratio, and waves, since the last log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from augtree_fx.transforms import StackState, find_stack, is_installed
+from augtree_fx.transforms.counts import Counts
+from augtree_fx.transforms.install import STATE
+
+
+def state_of(model: nn.Module) -> StackState | None:
+    """Settings and counts of a transformed model; ``None`` of another."""
+    stack = find_stack(model)
+    return getattr(stack, STATE) if is_installed(stack) else None
+
+
+class Meter:
+    """Adds up the counts of some models, a policy and its reference, say.
+
+    Args:
+        models: transformed or not; those that are not count nothing.
+        prefix: of the names of metrics.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], prefix: str = "augtree/") -> None:
+        self._models, self._prefix = list(models), prefix
+        self._before = self._totals()
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call, by name; without batches of a kind, none of that kind.
+
+        ``tokens`` and ``computed_tokens`` are those of forwards with gradients, ``scoring_`` those without (old and
+        reference log-probs, evaluation). ``token_ratio`` is the former over the latter. ``unshared_batches`` shared
+        nothing or ran the original forward; `augtree_fx.explain` says why.
+        """
+        now = self._totals()
+        named = zip(("", "scoring_"), now, self._before, strict=True)
+        found: dict[str, float] = {}
+        for kind, total, before in named:
+            found |= _metrics(total - before, self._prefix + kind)
+        self._before = now
+        return found
+
+    def _totals(self) -> tuple[Counts, Counts]:
+        states = [state for state in map(state_of, self._models) if state is not None]
+        return sum((s.trained for s in states), Counts()), sum((s.scored for s in states), Counts())
+
+
+def _metrics(counts: Counts, prefix: str) -> dict[str, float]:
+    if not counts.batches:
+        return {}
+    return {
+        f"{prefix}tokens": counts.row_tokens,
+        f"{prefix}computed_tokens": counts.computed_tokens,
+        f"{prefix}token_ratio": counts.row_tokens / max(counts.computed_tokens, 1),
+        f"{prefix}unshared_batches": counts.batches - counts.shared,
+        f"{prefix}waves": counts.waves,
+    }
