@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from augtree_fx import kernels
 from augtree_fx.costs import attention_heads
+from augtree_fx.dtensor_ops.lanes import LanePlan
 from augtree_fx.kernels import flash_attn_4, whole_tree
 from augtree_fx.kernels.problem import Problem
 from augtree_fx.layout import TreeLayout
 from augtree_fx.plan import Candidate, candidates
+from augtree_fx.planned import PlannedLanes
+from augtree_fx.planner import Plan
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import Calls, decode_calls
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
@@ -40,6 +43,8 @@ class Explanation:
         num_shared: batches that were shared so far.
         mixers: modules with a recurrent or convolution state, which run once for each row.
         torn: groups that arrive in different micro-batches and are not shared for that, in words; or ``None``.
+        lanes: which ranks compute which rows under context parallelism; empty without a mesh or a batch.
+        planned: the planner's plan of the batch, where there is a planner.
     """
 
     model_name: str
@@ -53,11 +58,14 @@ class Explanation:
     num_shared: int
     mixers: tuple[MixerSite, ...] = ()
     torn: str | None = None
+    lanes: tuple[LanePlan, ...] = ()
+    planned: Plan | None = None
 
     def __str__(self) -> str:
         parts = [self._sites()]
         if self.layout is not None:
             parts += [self._tree(self.layout), self._plan(), self._calls()]
+        parts += [self._lanes(), str(self.planned) if self.planned else ""]
         parts.append(self._history())
         return "\n\n".join(part for part in parts if part)
 
@@ -120,6 +128,15 @@ class Explanation:
             self.calls, headers=("window", "queries", "keys", "segments", "mask", "kernel", "passed over")
         )
 
+    def _lanes(self) -> str:
+        if not self.lanes or self.layout is None:
+            return ""
+        rows = [
+            (_span(lane.ranks), len(lane.rows), int(self.layout.row_length[list(lane.rows)].sum()), lane.schedule)
+            for lane in self.lanes
+        ]
+        return "context parallelism\n" + tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule"))
+
     def _history(self) -> str:
         if not self.transformed:
             return ""
@@ -127,6 +144,10 @@ class Explanation:
         lines += [f"original forward, {number} times: {reason}" for reason, number in self.fallbacks.items()]
         lines += [self.torn] if self.torn else []
         return "\n".join(lines)
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 def explain(
@@ -159,12 +180,18 @@ def explain(
     layout: TreeLayout | None = None
     plan: tuple[Candidate, ...] = ()
     calls: tuple[tuple[str, ...], ...] = ()
+    lanes: tuple[LanePlan, ...] = ()
+    planned: Plan | None = None
     if input_ids is not None:
         host = state.positions.rows(input_ids, attention_mask, position_ids)
         costs = state.costs or estimated_costs(stack, host.device)
         layout = layout_of(stack, state, host)
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
+        if state.lanes is not None:
+            lanes = tuple(state.lanes.choose(layout, state.lanes.num_ranks))
+            if isinstance(state.lanes.choose, PlannedLanes):
+                planned = state.lanes.choose.last
     return Explanation(
         model_name=type(model).__name__,
         transformed=transformed,
@@ -177,6 +204,8 @@ def explain(
         num_shared=state.num_shared,
         mixers=state.mixers,
         torn=state.torn.message,
+        lanes=lanes,
+        planned=planned,
     )
 
 

@@ -15,6 +15,8 @@ from augtree_fx.dtensor_ops.agreement import HostGroup
 from augtree_fx.dtensor_ops.attention import SCHEDULES
 from augtree_fx.dtensor_ops.lanes import Choose, Lanes, one_lane
 from augtree_fx.layout import TreeLayout
+from augtree_fx.planned import PlannedLanes
+from augtree_fx.planner import Planner
 from augtree_fx.transforms import (
     Refusal,
     StackState,
@@ -61,6 +63,7 @@ def transform(
     rows: str = "replicated",
     schedule: str | None = None,
     lanes: Choose | None = None,
+    planner: Planner | None = None,
 ) -> Model:
     """Rewrite a Hugging Face decoder in place so that what rows of a batch share is computed once, differentiably.
 
@@ -86,6 +89,7 @@ def transform(
         schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for
             `dtensor_ops.lanes.one_pass_schedule`.
         lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane.
+        planner: chooses lanes and schedules instead, a plan for each bucket of batches.
 
     Returns:
         The same object.
@@ -100,6 +104,10 @@ def transform(
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
+    if planner is not None and (mesh is None or lanes is not None or schedule is not None):
+        raise ValueError(
+            "a planner chooses lanes and schedules for a mesh; pass mesh=, and neither lanes= nor schedule="
+        )
     if mesh is not None and max_wave_tokens is not None:
         raise NotImplementedError("max_wave_tokens and mesh do not go together; leave out one of them")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
@@ -112,6 +120,8 @@ def transform(
             raise error
         logger.warning("augtree-fx: left unchanged: %s", error)
         return model
+    if planner is not None:
+        lanes = PlannedLanes.of(planner, stack.config)
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
         max_wave_tokens=max_wave_tokens,

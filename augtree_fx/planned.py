@@ -1,0 +1,90 @@
+"""A planner's lanes for a batch, in the words of the runtime: which rows go to which ranks, and who moves there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from augtree_fx.dtensor_ops.lanes import LanePlan, one_pass_schedule
+from augtree_fx.layout import TreeLayout
+from augtree_fx.planner import ModelShape, Plan, Planner, ReplayShape
+from augtree_fx.trie import IntArray
+
+logger = logging.getLogger("augtree_fx")
+
+
+@dataclass(eq=False)
+class PlannedLanes:
+    """Chooses lanes as a planner says; what `transform` takes as ``lanes``.
+
+    Attributes:
+        planner: asked for every batch; it keeps plans by bucket.
+        model: sizes of the decoder.
+        last: the plan of the last batch.
+    """
+
+    planner: Planner
+    model: ModelShape
+    last: Plan | None = None
+    _said: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(planner: Planner, config: Any) -> PlannedLanes:
+        """For the decoder of a config.
+
+        Raises:
+            ValueError: the config lacks a size that planning needs.
+        """
+        return PlannedLanes(planner, ModelShape.from_config(config))
+
+    def __call__(self, layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+        """Lanes of a batch; a plan of several waves runs in one pass, and that is said once."""
+        plan = self.plan(layout, num_ranks)
+        if plan.num_waves > 1 or plan.num_rounds > 1:
+            self._say_once(
+                f"the plan has {plan.num_rounds} rounds of {plan.num_waves} waves, which one forward runs in one "
+                "pass; if memory runs out, pass fewer rows, or take more ranks"
+            )
+        rows = rows_of(plan, layout)
+        fallback = one_pass_schedule(layout)
+        return [
+            LanePlan(lane.ranks, tuple(mine.tolist()), lane.schedule.value if lane.schedule else fallback)
+            for lane, mine in zip(plan.lanes, rows, strict=True)
+        ]
+
+    def plan(self, layout: TreeLayout, num_ranks: int) -> Plan:
+        """The plan of a batch, of a pass without gradients where none are recorded."""
+        forward_only = not torch.is_grad_enabled()
+        shape = ReplayShape.from_layout(layout)
+        self.last = self.planner.plan(shape, self.model, world_size=num_ranks, forward_only=forward_only)
+        return self.last
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("augtree-fx: %s", message)
+
+
+def rows_of(plan: Plan, layout: TreeLayout) -> list[IntArray]:
+    """``[lanes]`` rows of a batch that each lane of its plan computes, ascending; each row is in one of them."""
+    lane_of = np.full(layout.num_nodes, -1, dtype=np.int64)  # of a node's rows
+    order = np.argsort(layout.row_node, kind="stable")
+    if not plan.reuse:  # trees of the plan are rows, in the order of their nodes
+        lane_of_row = np.zeros(layout.num_rows, dtype=np.int64)
+        for number, lane in enumerate(plan.lanes):
+            ended = order[np.count_nonzero(layout.row_node < 0) :]
+            lane_of_row[ended[[part.tree for part in lane.parts]]] = number
+        return [np.flatnonzero(lane_of_row == number) for number in range(len(plan.lanes))]
+    for number, lane in enumerate(plan.lanes):
+        for part in lane.parts:
+            lane_of[part.tree] = number
+            lane_of[list(part.branches)] = number
+    for node in range(layout.num_nodes):  # rows that end above the branches: with their tree
+        if lane_of[node] < 0:
+            lane_of[node] = lane_of[layout.parent[node]]
+    lane_of_row = np.where(layout.row_node >= 0, lane_of[layout.row_node], 0)
+    return [np.flatnonzero(lane_of_row == number) for number in range(len(plan.lanes))]
