@@ -144,8 +144,7 @@ class Tree:
             )
         plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens, self._chunks)
         self._state = "started"
-        assert self._root is not None
-        self._running = self._run(plan, self._root)
+        self._running = self._run(plan)
         return self._until_left(self._running)
 
     def _until_left(self, running: Iterator[Wave]) -> Iterator[Wave]:
@@ -153,20 +152,29 @@ class Tree:
         if self._state == "closed":
             raise RuntimeError("the block of these waves was left; take all of tree.waves() inside of it")
 
-    def _run(self, plan: Stage, stage: ComputedStage) -> Generator[Wave, None, None]:
+    def _run(self, plan: Stage) -> Generator[Wave, None, None]:
+        """The waves of a plan whose root is open; without recursion, as chains of chunks are deep."""
+        wanted = self._predictions.scored_nodes(self.layout)
+        yield from self._waves_of(plan)
+        unfinished = [iter(plan.inner)]
+        while unfinished:
+            inner = next(unfinished[-1], None)
+            if inner is None:
+                unfinished.pop()
+                if unfinished:  # the root goes when the block is left
+                    self._open.pop().backward()
+            elif wanted[inner.nodes].any():
+                self._runner.check_parameters()
+                self._open.append(self._runner.compute(inner.nodes, self._open[-1], self._predictions))
+                yield from self._waves_of(inner)
+                unfinished.append(iter(inner.inner))
+        self._state = "finished"
+
+    def _waves_of(self, plan: Stage) -> Iterator[Wave]:
+        stage = self._open[-1]
         yield from self._hand_out(self._own_wave(stage))
         for nodes in plan.waves:
             yield from self._hand_out(self._branches(stage, nodes))
-        for inner in plan.inner:
-            if not self._predictions.any_below(self.layout, inner.nodes):
-                continue
-            self._runner.check_parameters()
-            computed = self._runner.compute(inner.nodes, stage, self._predictions)
-            self._open.append(computed)
-            yield from self._run(inner, computed)
-            self._open.pop().backward()
-        if stage is self._root:
-            self._state = "finished"
 
     def _own_wave(self, stage: ComputedStage) -> Wave | None:
         """What is scored inside of a stage itself."""

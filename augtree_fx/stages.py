@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from augtree_fx.layout import TreeLayout
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf, continued
 from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.packing import make_context, packed_arguments
 from augtree_fx.transforms.requests import refuse_waves
@@ -28,7 +28,7 @@ from augtree_fx.waves import part_of, token_index
 DORMANT = ("keep", "recompute", "offload")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ComputedStage:
     """Nodes whose graph is kept while their descendants are computed.
 
@@ -63,7 +63,10 @@ class ComputedStage:
 
     def path(self) -> list[ComputedStage]:
         """This stage and those above it."""
-        return [self, *(self.above.path() if self.above else [])]
+        stages = [self]
+        while stages[-1].above is not None:
+            stages.append(stages[-1].above)
+        return stages
 
     def lie_in(self, longer: dict[Place, PromptKV]) -> None:
         """Let K and V lie in those of a stage that continues this one, instead of in memory of their own."""
@@ -233,7 +236,8 @@ class StageRunner:
         with torch.no_grad() if recompute else self._offloaded():
             picked, kept = run()
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(recompute or picked.requires_grad)
-        prompts = {place: _leaves(place, own, above, always=recompute) for place, own in kept.items()}
+        outer_prompts = {} if above is None else above.prompts
+        prompts = {place: _leaves(x, outer_prompts.get(place), always=recompute) for place, x in kept.items()}
         if above is not None:
             above.lie_in(prompts)
         arrivals = _watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
@@ -298,13 +302,11 @@ def _gather_parameters(modules: list[Any]) -> None:
         module.unshard()
 
 
-def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None, *, always: bool) -> PromptKV:
+def _leaves(own: tuple[Tensor, Tensor], outer: PromptKV | None, *, always: bool) -> PromptKV:
     """K and V of a stage's tokens, after those of the stages above, with handles that hold no memory."""
-    tensors = [x.detach() for x in own]
+    tensors = continued(own, outer)
     needs = [always or x.requires_grad for x in own]
-    if above is not None and above.prompts:
-        outer = above.prompts[place]
-        tensors = [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]
+    if outer is not None:
         needs = [need or handle.requires_grad for need, handle in zip(needs, outer[2:], strict=True)]
     handles = [
         torch.zeros((), dtype=accumulation_dtype(x.dtype), device=x.device).expand(x.shape).requires_grad_(need)

@@ -33,11 +33,17 @@ class Stage:
     waves: list[IntArray] = field(default_factory=list)
     inner: list[Stage] = field(default_factory=list)
 
+    def stages(self) -> Iterator[Stage]:
+        """This stage and all below it, in the order in which they run. Chains of chunks are deep: no recursion."""
+        frontier = [self]
+        while frontier:
+            stage = frontier.pop()
+            yield stage
+            frontier += reversed(stage.inner)
+
     def walk(self) -> Iterator[IntArray]:
         """All waves, in the order in which they run."""
-        yield from self.waves
-        for stage in self.inner:
-            yield from stage.walk()
+        return (wave for stage in self.stages() for wave in stage.waves)
 
 
 def check_max_tokens(name: str, value: int | None) -> None:
@@ -72,18 +78,17 @@ def plan_waves(layout: TreeLayout, max_tokens: int | None, kept: IntArray | None
         max_tokens = max(layout.num_tokens, 1)
     for node in () if kept is None else kept.tolist():
         subtree[node] = max(subtree[node], max_tokens + 1)
-    return _stage(prompts, units, children, subtree, max_tokens)
-
-
-def _stage(nodes: list[int], units: list[int], children: list[list[int]], subtree: IntArray, limit: int) -> Stage:
-    too_large = [unit for unit in units if children[unit] and subtree[unit] > limit]
-    stage = Stage(np.array(nodes, dtype=np.int64))
-    large = set(too_large)
-    small = [unit for unit in units if unit not in large]
-    for members in _fill(small, subtree, limit):
-        stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
-    stage.inner = [_stage([unit], children[unit], children, subtree, limit) for unit in too_large]
-    return stage
+    root = Stage(np.array(prompts, dtype=np.int64))
+    frontier = [(root, units)]
+    while frontier:
+        stage, units = frontier.pop()
+        large = [unit for unit in units if children[unit] and subtree[unit] > max_tokens]
+        apart = set(large)
+        for members in _fill([unit for unit in units if unit not in apart], subtree, max_tokens):
+            stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
+        stage.inner = [Stage(np.array([unit], dtype=np.int64)) for unit in large]
+        frontier += zip(stage.inner, (children[unit] for unit in large), strict=True)
+    return root
 
 
 def _fill(units: list[int], tokens: IntArray, limit: int) -> list[list[int]]:
@@ -114,7 +119,8 @@ def token_index(layout: TreeLayout, nodes: IntArray) -> IntArray:
     """``[tokens]`` packed tokens of some nodes, in their order."""
     if not len(nodes):
         return np.empty(0, dtype=np.int64)
-    return np.concatenate([np.arange(layout.offset[node], layout.offset[node + 1]) for node in nodes])
+    length = layout.length[nodes]
+    return np.arange(int(length.sum())) + np.repeat(layout.offset[nodes] - np.cumsum(length) + length, length)
 
 
 def part_of(layout: TreeLayout, nodes: IntArray) -> TreeLayout:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import Place, PromptKV, Shelf
+from augtree_fx.transforms.context import Place, PromptKV, Shelf, continued
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import Stage
 
@@ -66,20 +66,26 @@ class _Run:
     outputs: list[Any] = field(default_factory=list)
     nodes: list[IntArray] = field(default_factory=list)
 
-    def stage(self, plan: Stage, above: IntArray, prompts: Shelf | None) -> None:
-        if len(plan.nodes):
-            kept = Shelf()
-            outputs = self.forward(plan.nodes, above, prompts, kept)
-            refuse_cut_off(kept.items, outputs[0])
-            self._add(plan.nodes, outputs)
-            kept.full = True
-            outer = {} if prompts is None else prompts.items
-            prompts = Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
-            above = np.concatenate([above, plan.nodes])
-        for nodes in plan.waves:
-            self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))
-        for inner in plan.inner:
-            self.stage(inner, above, prompts)
+    def all(self, plan: Stage) -> None:
+        """Run the stages of a plan, depth first, each followed by its waves."""
+        frontier: list[tuple[Stage, IntArray, Shelf | None]] = [(plan, plan.nodes[:0], None)]
+        while frontier:
+            stage, above, prompts = frontier.pop()
+            if len(stage.nodes):
+                prompts = self._stage(stage.nodes, above, prompts)
+                above = np.concatenate([above, stage.nodes])
+            for nodes in stage.waves:
+                self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))
+            frontier += [(inner, above, prompts) for inner in reversed(stage.inner)]
+
+    def _stage(self, nodes: IntArray, above: IntArray, prompts: Shelf | None) -> Shelf:
+        kept = Shelf()
+        outputs = self.forward(nodes, above, prompts, kept)
+        refuse_cut_off(kept.items, outputs[0])
+        self._add(nodes, outputs)
+        kept.full = True
+        outer = {} if prompts is None else prompts.items
+        return Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
 
     def _add(self, nodes: IntArray, outputs: Any) -> None:
         self.nodes.append(nodes)
@@ -93,7 +99,7 @@ def run_in_waves(plan: Stage, forward: Forward) -> tuple[Any, IntArray]:
         The outputs as of one forward, and the node numbers in the order of its tokens.
     """
     run = _Run(forward)
-    run.stage(plan, np.empty(0, dtype=np.int64), None)
+    run.all(plan)
     return joined(run.outputs), np.concatenate(run.nodes)
 
 
@@ -129,11 +135,8 @@ def _checkpointed(function: Callable[[], Any]) -> Any:
 
 
 def _prompt_kv(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> PromptKV:
-    values = [x.detach() for x in own]
-    if outer is not None:
-        values = [torch.cat(pair) for pair in zip(outer[:2], values, strict=True)]
     outer_handles = (None, None) if outer is None else outer[2:]
-    return PromptKV(*values, *(_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True)))
+    return PromptKV(*continued(own, outer), *(_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True)))
 
 
 def joined(parts: Sequence[Any]) -> Any:

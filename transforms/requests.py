@@ -188,15 +188,8 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
             f"the unmodified model leaves out the soft-cap of {capped[0]} under sdpa (transformers before 5.24); "
             "load it with attn_implementation='eager'"
         )
-    embeddings: Any = stack.get_input_embeddings
-    device = embeddings().weight.device
     ids = given.get("input_ids")
-    if ids is not None and ids.device != device and device.type != "meta":
-        raise ValueError(
-            f"input_ids are on {ids.device}, the model's embedding is on {device}; move them with .to(model.device)"
-        )
-    if stack.training:
-        refuse_noise(stack, state.sites, state.mixers)
+    _refuse_device_and_noise(stack, state, "input_ids are", None if ids is None else ids.device)
 
 
 def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> None:
@@ -218,10 +211,14 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
             "prompts and branches would be scaled apart; run the batch in one forward"
         )
     refuse_columns(state, layout)
+    _refuse_device_and_noise(stack, state, "the layout is", layout.device)
+
+
+def _refuse_device_and_noise(stack: nn.Module, state: StackState, what: str, found: torch.device | None) -> None:
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device
-    if layout.device != device and device.type != "meta":
-        raise ValueError(f"the layout is on {layout.device}, the model's embedding is on {device}")
+    if found is not None and found != device and device.type != "meta":
+        raise ValueError(f"{what} on {found}, the model's embedding is on {device}; move to {device}")
     if stack.training:
         refuse_noise(stack, state.sites, state.mixers)
 
