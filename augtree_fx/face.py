@@ -59,6 +59,7 @@ def transform(
         max_wave_tokens: for groups larger than memory: branches go through the layers in waves of so many packed
             tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
             ``None`` computes all of them at once. `prefill` gives a loop over waves instead, and computes none twice.
+            Under FSDP2 ranks tell one another how many waves they have, and run as many forwards as the longest.
 
     Returns:
         The same object.

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from types import TracebackType
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from augtree_fx.layout import TreeLayout
+from augtree_fx.lockstep import pad_to_all
 from augtree_fx.predictions import Predictions, scored_slots
 from augtree_fx.prompt_chunks import split_prompts
 from augtree_fx.stages import DORMANT, ComputedStage, StageRunner
@@ -41,8 +42,9 @@ def prefill(
 
     Memory is that of the prompts' activations, their K and V with gradients in float32, and one wave; it does not grow
     with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves. Those
-    that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 all ranks must have
-    as many stages and waves, since each is a forward of all ranks. Routers' auxiliary losses are not part of waves.
+    that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 each wave is a
+    forward and a backward of all ranks: a rank that has fewer gets empty ones, ``len(wave) == 0``, to be used alike.
+    Routers' auxiliary losses are not part of waves.
 
     Args:
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
@@ -118,7 +120,9 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
-            self._root = self._runner.compute(self._prompts, None, self._predictions)
+            plan = Stage(self._prompts)
+            pad_to_all(plan, self._runner.groups)
+            self._root = self._runner.compute(plan.nodes, None, self._predictions, idle=plan.idle)
         except BaseException:
             self._runner.end(keep=False)
             raise
@@ -144,6 +148,8 @@ class Tree:
             )
         plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens, self._chunks)
         self._state = "started"
+        self._leave_out_what_is_not_scored(plan)
+        pad_to_all(plan, self._runner.groups)
         self._running = self._run(plan)
         return self._until_left(self._running)
 
@@ -154,7 +160,6 @@ class Tree:
 
     def _run(self, plan: Stage) -> Generator[Wave, None, None]:
         """The waves of a plan whose root is open; without recursion, as chains of chunks are deep."""
-        wanted = self._predictions.scored_nodes(self.layout)
         yield from self._waves_of(plan)
         unfinished = [iter(plan.inner)]
         while unfinished:
@@ -163,36 +168,49 @@ class Tree:
                 unfinished.pop()
                 if unfinished:  # the root goes when the block is left
                     self._open.pop().backward()
-            elif wanted[inner.nodes].any():
+            else:
                 self._runner.check_parameters()
-                self._open.append(self._runner.compute(inner.nodes, self._open[-1], self._predictions))
+                computed = self._runner.compute(inner.nodes, self._open[-1], self._predictions, idle=inner.idle)
+                self._open.append(computed)
                 yield from self._waves_of(inner)
                 unfinished.append(iter(inner.inner))
         self._state = "finished"
 
+    def _leave_out_what_is_not_scored(self, plan: Stage) -> None:
+        wanted = self._predictions.scored_nodes(self.layout)
+        for stage in plan.stages():
+            stage.scored = len(self._predictions.inside(self._runner.tokens_of(stage.nodes))) > 0
+            stage.waves = [nodes for nodes in stage.waves if wanted[nodes].any()]
+            stage.inner = [inner for inner in stage.inner if wanted[inner.nodes].any()]
+
     def _waves_of(self, plan: Stage) -> Iterator[Wave]:
         stage = self._open[-1]
-        yield from self._hand_out(self._own_wave(stage))
+        if plan.scored:
+            yield from self._hand_out(self._own_wave(stage))
         for nodes in plan.waves:
-            yield from self._hand_out(self._branches(stage, nodes))
+            self._runner.check_parameters()
+            yield from self._hand_out(self._branches(stage, nodes) if len(nodes) else self._empty(self._runner.idle()))
 
-    def _own_wave(self, stage: ComputedStage) -> Wave | None:
+    def _own_wave(self, stage: ComputedStage) -> Wave:
         """What is scored inside of a stage itself."""
         chosen = self._predictions.inside(stage.tokens)
-        return Wave(self._runner, self._predictions.take(chosen), stage.path(), None) if len(chosen) else None
-
-    def _branches(self, stage: ComputedStage, nodes: Any) -> Wave | None:
-        tokens = self._runner.tokens_of(nodes)
-        chosen = self._predictions.inside(tokens)
         if not len(chosen):
-            return None
-        self._runner.check_parameters()
-        hidden, _ = self._runner.forward(nodes, stage, keep=False)
-        return Wave(self._runner, self._predictions.take(chosen), stage.path(), (tokens, hidden))
+            return self._empty(torch.zeros_like(stage.hidden[:0], requires_grad=self._runner.with_grad))
+        return Wave(self._runner, self._predictions.take(chosen), stage.path(), None)
 
-    def _hand_out(self, wave: Wave | None) -> Iterator[Wave]:
-        if wave is None:
-            return
+    def _branches(self, stage: ComputedStage, nodes: IntArray) -> Wave:
+        tokens = self._runner.tokens_of(nodes)
+        hidden, _ = self._runner.forward(nodes, stage, keep=False)
+        return Wave(
+            self._runner, self._predictions.take(self._predictions.inside(tokens)), stage.path(), (tokens, hidden)
+        )
+
+    def _empty(self, hidden: Tensor) -> Wave:
+        """A wave of no token, whose backward runs through some hidden states as those of other ranks do."""
+        nothing = self._prompts[:0]
+        return Wave(self._runner, self._predictions.take(nothing), [], (nothing, hidden[:0]))
+
+    def _hand_out(self, wave: Wave) -> Iterator[Wave]:
         self._wave = wave
         yield wave
         self._settle(wave)

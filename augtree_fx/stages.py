@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.layout import TreeLayout
+from augtree_fx.lockstep import groups_of
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf, continued
@@ -22,7 +23,7 @@ from augtree_fx.transforms.requests import refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
-from augtree_fx.waves import part_of, token_index
+from augtree_fx.waves import idle_layout, part_of, token_index
 
 # What becomes of a stage's activations until its backward: kept, computed again, or in pinned memory of the host.
 DORMANT = ("keep", "recompute", "offload")
@@ -43,6 +44,7 @@ class ComputedStage:
         leaf: the same as a leaf in the accumulation dtype.
         arrivals: gets an entry whenever a wave's gradient arrives here; ``None`` where none can.
         again: computes ``hidden`` and ``kept`` anew, in a graph, where none was kept.
+        in_step: whether its backward also runs where nothing came back, as those of other ranks do.
     """
 
     nodes: IntArray
@@ -55,6 +57,7 @@ class ComputedStage:
     leaf: Tensor
     arrivals: list[None] | None = None
     again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
+    in_step: bool = False
 
     @property
     def has_handles(self) -> bool:
@@ -77,7 +80,7 @@ class ComputedStage:
     def backward(self) -> None:
         """Send what has come back to its leaves through its graph, once, and to the stage above."""
         handles = [handle for each in self.prompts.values() for handle in each[2:]]
-        if all(leaf.grad is None for leaf in (self.leaf, *handles)):
+        if not self.in_step and all(leaf.grad is None for leaf in (self.leaf, *handles)):
             self.prompts, self.kept = {}, {}
             return
         if self.again is not None:
@@ -124,6 +127,7 @@ class StageRunner:
         with_grad: whether gradients are wanted.
         outputs: class of the stack's outputs.
         dormant: what becomes of a stage's activations until its backward, one of `DORMANT`.
+        groups: over which FSDP2 shards the model; from `begin` on.
     """
 
     model: nn.Module
@@ -133,6 +137,7 @@ class StageRunner:
     with_grad: bool = False
     outputs: type = BaseModelOutput
     dormant: str = "keep"
+    groups: list[Any] = field(default_factory=list)
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
     _entered: tuple[str, bool, torch.dtype] | None = None
     _with_gradient: int = 0
@@ -152,7 +157,7 @@ class StageRunner:
             )
         refuse_waves(self.stack, self.state, self.layout)
         self.state.in_waves, self.with_grad = True, torch.is_grad_enabled()
-        self._sharded = _sharded_around(self.model, self.stack)
+        self._sharded, self.groups = _sharded_around(self.model, self.stack), groups_of(self.model)
         self._saved = [(p, p._version, p.grad) for p in self.model.parameters() if p.requires_grad]
         for parameter, _, _ in self._saved:
             parameter.grad = None
@@ -197,37 +202,51 @@ class StageRunner:
             raise RuntimeError("prompts and branches must run under one autocast; enter it before augtree_fx.prefill")
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
-        context = make_context(part, self.state, len(above))
+        prompts = Shelf(stage.prompts) if stage is not None and len(above) else None
         kept = Shelf()
-        context = replace(
-            context,
-            prompts=Shelf(stage.prompts) if stage is not None and len(above) else None,
-            kept=kept if keep else None,
-        )
-        arguments = packed_arguments(self.stack, self.state, part, context, len(above))
+        return self._run(part, len(above), prompts, kept if keep else None), kept.items
+
+    def idle(self, num_tokens: int = 1, kept: Shelf | None = None) -> Tensor:
+        """Hidden states ``[num_tokens, hidden size]`` of tokens that nobody sees."""
+        return self._run(idle_layout(num_tokens, self.layout.device), 0, None, kept)
+
+    def _run(self, part: TreeLayout, first_node: int, prompts: Shelf | None, kept: Shelf | None) -> Tensor:
+        context = replace(make_context(part, self.state, first_node), prompts=prompts, kept=kept)
+        arguments = packed_arguments(self.stack, self.state, part, context, first_node)
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
-        kept.full = True
+        if kept is not None:
+            kept.full = True
         (self.outputs,) = hidden.outputs
         found = hidden.found[0]
         if self._sharded and found.requires_grad:
             found.register_hook(lambda _: _gather_parameters(self._sharded))
-        return found[0], kept.items
+        return found[0]
 
-    def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
+    def compute(
+        self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions, *, idle: bool = False
+    ) -> ComputedStage:
         """Compute nodes and keep their graph; without nodes, a stage of no token.
+
+        Args:
+            nodes: node numbers.
+            above: the stage that they continue.
+            predictions: of the batch.
+            idle: run a forward, and later a backward, without nodes too.
 
         Raises:
             NotImplementedError: a layer's K and V are cut off from the graph (reentrant checkpointing).
         """
         outer = above.nodes if above is not None else nodes[:0]
         tokens = self.tokens_of(nodes)
-        if not len(nodes):
+        if not len(nodes) and not idle:
             nothing = torch.empty(0)
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         sources = predictions.sources_among(tokens)
 
         def run() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+            if idle:
+                return self.idle()[:0], {}
             hidden, kept = self.forward(nodes, above, keep=True)
             refuse_cut_off(kept, hidden)
             return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept
@@ -238,13 +257,14 @@ class StageRunner:
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(recompute or picked.requires_grad)
         outer_prompts = {} if above is None else above.prompts
         prompts = {place: _leaves(x, outer_prompts.get(place), always=recompute) for place, x in kept.items()}
-        if above is not None:
+        if above is not None and not idle:
             above.lie_in(prompts)
         arrivals = _watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
         own = {} if recompute else kept
         stage = ComputedStage(
-            np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals
-        )
+            np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals,
+            in_step=bool(self.groups),
+        )  # fmt: skip
         if recompute:
             autocast = self._autocast()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
@@ -27,11 +28,20 @@ class Stage:
         nodes: ``[n]`` node numbers in ascending order; empty where nothing is shared.
         waves: node numbers of each wave, ascending; whole subtrees below ``nodes``.
         inner: stages below this one, each a branch that is too large to go through a wave with all of its own.
+        scored: whether tokens of its own nodes are a wave before the others.
+        idle: whether other ranks compute something where this one has no nodes, see `lockstep`.
     """
 
     nodes: IntArray
     waves: list[IntArray] = field(default_factory=list)
     inner: list[Stage] = field(default_factory=list)
+    scored: bool = False
+    idle: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a forward."""
+        return self.idle or len(self.nodes) > 0
 
     def stages(self) -> Iterator[Stage]:
         """This stage and all below it, in the order in which they run. Chains of chunks are deep: no recursion."""
@@ -121,6 +131,17 @@ def token_index(layout: TreeLayout, nodes: IntArray) -> IntArray:
         return np.empty(0, dtype=np.int64)
     length = layout.length[nodes]
     return np.arange(int(length.sum())) + np.repeat(layout.offset[nodes] - np.cumsum(length) + length, length)
+
+
+def idle_layout(num_tokens: int, device: torch.device) -> TreeLayout:
+    """Tokens that nobody sees: one node, no rows."""
+    zero, empty = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    return TreeLayout(
+        parent=zero - 1, level=zero, path_start=zero, length=zero + num_tokens, row_node=empty, row_length=empty,
+        row_begin=empty, shape=(0, num_tokens), source=tokens, position_ids=np.arange(num_tokens), input_ids=tokens,
+        device=device,
+    )  # fmt: skip
 
 
 def part_of(layout: TreeLayout, nodes: IntArray) -> TreeLayout:

@@ -195,11 +195,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def case_of(rank: int, kind: str) -> Case:
-    """Another batch on each rank, computed in as many parts."""
+    """Another batch on each rank."""
     if kind == "branch points without a score":
         return padded_case(rollout(2, seed=rank), "right", lambda row, index: index >= 15)
-    if kind == "groups":  # three waves on each rank
-        lengths = [(9, 2, 8, 1, 9), (4, 7, 5, 6, 5)][rank]
+    if kind == "groups":  # three waves on one rank, two on the other
+        lengths = [(9, 2, 8, 1, 9), (4, 7, 5)][rank]
         return groups_case([run_of(11 + rank, rank)], [[run_of(n, 10 * rank + n + i) for i, n in enumerate(lengths)]])
     return packed_case(deep_rows()) if rank else CASE
 

@@ -39,7 +39,7 @@ def token_inputs(
     Raises:
         Unshared: it is not known what an argument says about a token.
     """
-    if not is_embedded(given) or _has_cache(given):
+    if not is_embedded(given) or has_cache(given):
         return given, None
     try:
         embedding: Any = stack.get_input_embeddings
@@ -66,7 +66,8 @@ def token_inputs(
     return given, tokens
 
 
-def _has_cache(given: Mapping[str, Any]) -> bool:
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Whether a KV cache is passed or wanted."""
     return bool(given.get("use_cache")) or any(given.get(name) is not None for name in CACHE_NAMES)
 
 

@@ -10,18 +10,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from augtree_fx.layout import TreeLayout
+from augtree_fx.lockstep import groups_of, pad_to_all
 from augtree_fx.transforms.context import GivenHidden, HiddenStates
-from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, pack_layout, show_rows
+from augtree_fx.transforms.in_waves import run_beside
+from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, idle_forward, pack_layout, show_rows
 from augtree_fx.transforms.positions import call_packed
-from augtree_fx.transforms.requests import PACKING, REPLACED, Unshared, decide, refuse_waves, token_inputs
+from augtree_fx.transforms.requests import PACKING, REPLACED, Unshared, decide, has_cache, refuse_waves, token_inputs
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.state import StackState
-from augtree_fx.waves import plan_waves
+from augtree_fx.waves import Stage, plan_waves
 
 logger = logging.getLogger("augtree_fx")
 
@@ -86,12 +89,14 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
         return call_packed(stack, state.positions, original, given)
-    packed = pack(stack, state, given)
-    if packed is None:
-        return original(stack, **given)
-    if packed.parts is not None:
+    packed, beside = pack(stack, state, given)
+    if packed is not None and packed.parts is not None:
         return _run_parts(stack, state, original, packed)
-    return packed.show(call_packed(stack, state.positions, original, packed.arguments))
+    if packed is None:
+        outputs = original(stack, **given)
+    else:
+        outputs = packed.show(call_packed(stack, state.positions, original, packed.arguments))
+    return outputs if beside is None else _run_beside(stack, state, original, outputs, beside)
 
 
 @torch.compiler.disable(recursive=False)
@@ -101,9 +106,26 @@ def _run_parts(stack: nn.Module, state: StackState, original: Callable[..., Any]
     return show_rows(outputs, index, packed.shape, packed.num_tokens)
 
 
+@torch.compiler.disable(recursive=False)
+def _run_beside(stack: nn.Module, state: StackState, original: Callable[..., Any], outputs: Any, plan: Stage) -> Any:
+    return run_beside(outputs, plan, idle_forward(stack, state, original, outputs[0].device))
+
+
 @torch.compiler.disable
-def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCall | None:
-    """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model."""
+def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> tuple[PackedCall | None, Stage | None]:
+    """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model.
+
+    Also what other ranks run in waves meanwhile, where that is more than this rank does.
+    """
+    packed = _pack(stack, state, given)
+    if state.max_wave_tokens is None or has_cache(given):
+        return packed, None
+    plan = Stage(np.zeros(1, dtype=np.int64)) if packed is None or packed.parts is None else packed.parts.plan
+    pad_to_all(plan, groups_of(stack))
+    return packed, plan if plan.waves or plan.inner else None
+
+
+def _pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCall | None:
     try:
         given, tokens = token_inputs(state, stack, given)
         layout = decide(stack, state, given, tokens)
