@@ -22,6 +22,7 @@ from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import PositionRule, position_rule
 from augtree_fx.transforms.recurrent import MixerSite, mixer_sites
 from augtree_fx.transforms.requests import estimated_costs, layout_of
+from augtree_fx.transforms.wave_budget import WaveBudget
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Explanation:
         fallbacks: how often the original forward ran, by reason.
         num_shared: batches that were shared so far.
         mixers: modules with a recurrent or convolution state, which run once for each row.
+        budget: the last choice of the size of waves, in a budget of memory.
     """
 
     model_name: str
@@ -51,6 +53,7 @@ class Explanation:
     fallbacks: dict[str, int]
     num_shared: int
     mixers: tuple[MixerSite, ...] = ()
+    budget: WaveBudget | None = None
 
     def __str__(self) -> str:
         parts = [self._sites()]
@@ -124,6 +127,8 @@ class Explanation:
         if not self.transformed:
             return ""
         lines = [f"batches shared so far: {self.num_shared}"]
+        if self.budget is not None:
+            lines.append(f"last budget of memory: {self.budget}")
         lines += [f"original forward, {number} times: {reason}" for reason, number in self.fallbacks.items()]
         return "\n".join(lines)
 
@@ -175,6 +180,7 @@ def explain(
         fallbacks=dict(state.fallbacks),
         num_shared=state.num_shared,
         mixers=state.mixers,
+        budget=state.budget,
     )
 
 

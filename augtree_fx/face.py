@@ -10,6 +10,7 @@ from torch import nn
 from augtree_fx import kernels
 from augtree_fx.costs import CostModel
 from augtree_fx.layout import TreeLayout
+from augtree_fx.memory import Memory, check_memory
 from augtree_fx.transforms import Refusal, StackState, capture_stack, find_stack, install, is_installed, uninstall
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.packing import PackedCall, pack_layout
@@ -42,6 +43,7 @@ def transform(
     costs: CostModel | None = None,
     strict: bool = True,
     max_wave_tokens: int | None = None,
+    memory: Memory | None = None,
 ) -> Model:
     """Rewrite a Hugging Face decoder in place so that what rows of a batch share is computed once, differentiably.
 
@@ -60,19 +62,24 @@ def transform(
             tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
             ``None`` computes all of them at once. `prefill` gives a loop over waves instead, and computes none twice.
             Under FSDP2 ranks tell one another how many waves they have, and run as many forwards as the longest.
+        memory: instead of that, what a forward and its backward may allocate in the decoder: a number of bytes, a
+            string like ``"40GiB"``, or ``"auto"`` for half of what is free on a CUDA device. The caller's own, logits
+            say, has to fit beside it. Branches go through waves only where they do not fit at once.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: not a transformers model, or already compiled.
-        ValueError: ``kernel`` is unknown, ``max_wave_tokens`` is below 1, or the model has no list of decoder layers.
+        ValueError: ``kernel`` is unknown, ``max_wave_tokens`` is below 1 or given along with ``memory``, which cannot
+            be read, or the model has no list of decoder layers.
         NotImplementedError: an encoder-decoder model, or (`RewriteError`, with ``.refusals``) an attention site that
             cannot be rewritten. The model is left as it was.
     """
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
+    check_memory(memory, max_wave_tokens)
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -85,7 +92,7 @@ def transform(
         return model
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
-        max_wave_tokens=max_wave_tokens,
+        max_wave_tokens=max_wave_tokens, memory=memory,
     )  # fmt: skip
     if is_installed(stack):
         uninstall(stack)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import pad_to_all
+from augtree_fx.memory import Memory, check_memory
 from augtree_fx.predictions import Predictions, scored_slots
 from augtree_fx.prompt_chunks import split_prompts
 from augtree_fx.stages import DORMANT, ComputedStage, StageRunner
@@ -33,6 +34,7 @@ def prefill(
     layout: TreeLayout,
     *,
     max_wave_tokens: int | None = None,
+    memory: Memory | None = None,
     max_prompt_tokens: int | None = None,
     activations: str = "keep",
     scored: Tensor | None = None,
@@ -50,6 +52,9 @@ def prefill(
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
         layout: the batch, on the model's device; `TreeLayout.from_groups`, `.from_padded` or `.from_packed`.
         max_wave_tokens: packed tokens of a wave, unless `Tree.waves` says otherwise; ``None`` for one wave.
+        memory: choose that from what prompts and waves may allocate: a number of bytes, a string like ``"40GiB"``, or
+            ``"auto"`` for most of what is free on a CUDA device. What the loss itself takes, `Wave.logits` say, has to
+            fit beside it; the head's chunks of `Wave.logprobs` are in it. ``explain`` says what was chosen, and why.
         max_prompt_tokens: compute longer prompts in chunks of so many tokens, one after another.
         activations: of prompts, until their backward: ``"keep"`` them; ``"recompute"`` them then, one chunk at a time,
             so that besides K and V only one chunk of a prompt is ever alive; ``"offload"`` them to pinned host memory.
@@ -64,7 +69,8 @@ def prefill(
 
     Raises:
         ValueError: the model is not transformed, ``scored`` has another shape, ``on_unused`` or ``activations`` is
-            unknown, or a number of tokens is below 1.
+            unknown, a number of tokens is below 1, or ``memory`` cannot be read, is given with ``max_wave_tokens``, or
+            (on entering) does not hold the prompts and a wave.
         NotImplementedError: what the model's layers or wrappers do cannot be cut into waves.
     """
     stack = find_stack(model)
@@ -75,6 +81,7 @@ def prefill(
     if activations not in DORMANT:
         raise ValueError(f"activations must be one of {', '.join(DORMANT)}, got {activations!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
+    check_memory(memory, max_wave_tokens)
     check_max_tokens("max_prompt_tokens", max_prompt_tokens)
     if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
         raise NotImplementedError(
@@ -90,7 +97,7 @@ def prefill(
     slots = scored_slots(layout, scored, prompts)
     split, chunks = split_prompts(layout, max_prompt_tokens or max(layout.num_tokens, 1))
     runner = StageRunner(model, stack, getattr(stack, STATE), split, dormant=activations)
-    return Tree(runner, chunks, max_wave_tokens, Predictions.of(split, slots), on_unused)
+    return Tree(runner, chunks, max_wave_tokens, memory, Predictions.of(split, slots), on_unused)
 
 
 class Tree:
@@ -101,12 +108,13 @@ class Tree:
         runner: StageRunner,
         chunks: IntArray,
         max_wave_tokens: int | None,
+        memory: Memory | None,
         predictions: Predictions,
         on_unused: str,
     ) -> None:
         self.layout = runner.layout
         self._runner, self._on_unused = runner, on_unused
-        self._max_wave_tokens = max_wave_tokens
+        self._max_wave_tokens, self._memory = max_wave_tokens, memory
         self._prompts = plan_waves(runner.layout, None).nodes
         self._chunks, self._predictions = chunks, predictions
         self._root: ComputedStage | None = None
@@ -120,6 +128,8 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
+            if self._memory is not None:
+                self._max_wave_tokens = self._runner.wave_tokens(self._memory)
             plan = Stage(self._prompts)
             pad_to_all(plan, self._runner.groups)
             self._root = self._runner.compute(plan.nodes, None, self._predictions, idle=plan.idle)
@@ -134,12 +144,13 @@ class Tree:
         """Waves of branches, longest branches first; a wave is to be used up before the next one is asked for.
 
         Args:
-            max_tokens: packed tokens of a wave; by default what `prefill` was told.
+            max_tokens: packed tokens of a wave; by default what `prefill` was told, or chose.
 
         Raises:
             RuntimeError: outside of the block, or a second time; a wave had no backward; parameters changed.
-            ValueError: ``max_tokens`` is below 1.
+            ValueError: ``max_tokens`` is below 1, or `prefill` was given a budget of memory.
         """
+        check_memory(self._memory, max_tokens)
         if self._state != "entered":
             raise RuntimeError(
                 "waves are taken once, inside the block: `with augtree_fx.prefill(model, layout) as tree`"
@@ -200,7 +211,7 @@ class Tree:
 
     def _branches(self, stage: ComputedStage, nodes: IntArray) -> Wave:
         tokens = self._runner.tokens_of(nodes)
-        hidden, _ = self._runner.forward(nodes, stage, keep=False)
+        hidden = self._runner.forward(nodes, stage)
         return Wave(
             self._runner, self._predictions.take(self._predictions.inside(tokens)), stage.path(), (tokens, hidden)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,17 +13,33 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.layout import TreeLayout
-from augtree_fx.lockstep import groups_of
+from augtree_fx.lockstep import groups_of, smallest
+from augtree_fx.memory import Memory, budget_bytes
+from augtree_fx.offload import CudaMover, Offload
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf, continued
+from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.packing import make_context, packed_arguments
 from augtree_fx.transforms.requests import refuse_waves
-from augtree_fx.transforms.skeleton import CONTEXT
+from augtree_fx.transforms.skeleton import CONTEXT, named_layers
 from augtree_fx.transforms.state import StackState
+from augtree_fx.transforms.wave_budget import (
+    PREFILL_SHARE,
+    Extent,
+    Surroundings,
+    choose_waves,
+    gathered_parameters,
+    missing_gradients,
+)
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import idle_layout, part_of, token_index
+
+HEAD_TOKENS = 2048  # tokens of one chunk of the LM head: 1.2 GB of float32 logits with a vocabulary of 152k
+# Logits of a chunk in the accumulation dtype that live at once in its backward, beside two in the model's dtype: cast,
+# divided by the temperature, exponentials of log-sum-exp, and gradients of two of them.
+HEAD_COPIES = 5
 
 # What becomes of a stage's activations until its backward: kept, computed again, or in pinned memory of the host.
 DORMANT = ("keep", "recompute", "offload")
@@ -45,6 +61,7 @@ class ComputedStage:
         arrivals: gets an entry whenever a wave's gradient arrives here; ``None`` where none can.
         again: computes ``hidden`` and ``kept`` anew, in a graph, where none was kept.
         in_step: whether its backward also runs where nothing came back, as those of other ranks do.
+        offload: what keeps its activations on the host.
     """
 
     nodes: IntArray
@@ -58,6 +75,7 @@ class ComputedStage:
     arrivals: list[None] | None = None
     again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
     in_step: bool = False
+    offload: Offload | None = None
 
     @property
     def has_handles(self) -> bool:
@@ -108,6 +126,8 @@ class ComputedStage:
         if roots:
             torch.autograd.backward(roots, gradients)
         self.kept = {}
+        if self.offload is not None:
+            self.offload.close()
 
 
 def _add_to(leaf: Tensor, gradient: Tensor) -> None:
@@ -142,6 +162,7 @@ class StageRunner:
     _entered: tuple[str, bool, torch.dtype] | None = None
     _with_gradient: int = 0
     _sharded: list[nn.Module] = field(default_factory=list)
+    _offloads: list[Offload] = field(default_factory=list)
 
     def begin(self) -> None:
         """Put the parameters' gradients aside.
@@ -170,6 +191,9 @@ class StageRunner:
             elif before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._saved = []
+        for offload in self._offloads:
+            offload.close()
+        self._offloads = []
         self.state.in_waves = False
 
     def check_parameters(self, backward_ran: bool = False) -> None:
@@ -188,14 +212,44 @@ class StageRunner:
             raise RuntimeError("gradients were cleared between waves; call zero_grad() before augtree_fx.prefill")
         self._with_gradient = with_gradient
 
+    def wave_tokens(self, memory: Memory) -> int:
+        """Packed tokens of a wave in a budget of memory, the same on all ranks that shard the model.
+
+        Raises:
+            ValueError: the budget does not hold the prompts and a wave, or cannot be known.
+        """
+        seen = footprint(self.stack, self.state, self.idle)
+        wide, narrow = accumulation_dtype(self.dtype).itemsize, self.dtype.itemsize
+        config: Any = self.stack.config
+        around = Surroundings(
+            gradients=missing_gradients(self.model) if self.with_grad else 0,
+            gathered=gathered_parameters(self.stack, self.groups),
+            head_token=config.vocab_size * (2 * narrow + HEAD_COPIES * wide),
+            head_tokens=HEAD_TOKENS,
+        )
+        extent, there = Extent.of(self.layout), budget_bytes(memory, self.layout.device, PREFILL_SHARE)
+        try:
+            self.state.budget = choose_waves(there, seen, extent, around, kept=self.dormant == "keep")
+        except ValueError:
+            smallest(0, self.groups)  # or the others would wait
+            raise
+        assert self.state.budget.max_tokens is not None, "only a drop-in forward runs everything at once"
+        fewest = smallest(self.state.budget.max_tokens, self.groups)
+        if not fewest:
+            raise ValueError(f"memory={memory!r} does not hold the prompts and a wave of another rank; give more")
+        return fewest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.stack.parameters()).dtype
+
     def tokens_of(self, nodes: IntArray) -> IntArray:
         """Packed tokens of nodes."""
         return token_index(self.layout, nodes)
 
-    def forward(
-        self, nodes: IntArray, stage: ComputedStage | None, *, keep: bool
-    ) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
-        """Hidden states ``[tokens, hidden size]`` of nodes below a stage, and K and V of their tokens if kept."""
+    def forward(self, nodes: IntArray, stage: ComputedStage | None, kept: Shelf | None = None) -> Tensor:
+        """Hidden states ``[tokens, hidden size]`` of nodes below a stage; K and V of their tokens go on a shelf."""
         if stage is None:
             self._entered = self._autocast()
         elif len(stage.nodes) and self._autocast() != self._entered and stage.again is None:
@@ -203,8 +257,7 @@ class StageRunner:
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
         prompts = Shelf(stage.prompts) if stage is not None and len(above) else None
-        kept = Shelf()
-        return self._run(part, len(above), prompts, kept if keep else None), kept.items
+        return self._run(part, len(above), prompts, kept)
 
     def idle(self, num_tokens: int = 1, kept: Shelf | None = None) -> Tensor:
         """Hidden states ``[num_tokens, hidden size]`` of tokens that nobody sees."""
@@ -244,16 +297,18 @@ class StageRunner:
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         sources = predictions.sources_among(tokens)
 
-        def run() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+        def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
             if idle:
                 return self.idle()[:0], {}
-            hidden, kept = self.forward(nodes, above, keep=True)
-            refuse_cut_off(kept, hidden)
-            return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept
+            hidden = self.forward(nodes, above, kept)
+            refuse_cut_off(kept.items, hidden)
+            return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept.items
 
         recompute = self.dormant == "recompute" and self.with_grad
-        with torch.no_grad() if recompute else self._offloaded():
-            picked, kept = run()
+        shelf = Shelf()
+        offload = self._offload(shelf, len(tokens)) if self.dormant == "offload" and self.with_grad else None
+        with torch.no_grad() if recompute else nullcontext() if offload is None else offload.hooks():
+            picked, kept = run(shelf)
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(recompute or picked.requires_grad)
         outer_prompts = {} if above is None else above.prompts
         prompts = {place: _leaves(x, outer_prompts.get(place), always=recompute) for place, x in kept.items()}
@@ -263,14 +318,14 @@ class StageRunner:
         own = {} if recompute else kept
         stage = ComputedStage(
             np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals,
-            in_step=bool(self.groups),
+            in_step=bool(self.groups), offload=offload,
         )  # fmt: skip
         if recompute:
             autocast = self._autocast()
 
             def again() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
                 with torch.enable_grad(), torch.autocast(autocast[0], dtype=autocast[2], enabled=autocast[1]):
-                    return run()
+                    return run(Shelf())
 
             stage.again = again
         return stage
@@ -279,10 +334,24 @@ class StageRunner:
         kind = self.layout.device.type
         return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def _offloaded(self) -> AbstractContextManager[Any]:
-        if self.dormant != "offload" or not self.with_grad:
-            return nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
+    def _offload(self, shelf: Shelf, num_tokens: int) -> Offload:
+        """Keeps what autograd saves on the host: not weights, nor K and V, which stay on the device anyway."""
+
+        def weights() -> set[int]:
+            return {x.untyped_storage()._cdata for x in map(local, (*self.model.parameters(), *self.model.buffers()))}
+
+        always = weights()
+
+        def stays(tensor: Tensor) -> bool:
+            number = tensor.untyped_storage()._cdata
+            if number in always or number in (x.untyped_storage()._cdata for kv in shelf.items.values() for x in kv):
+                return True
+            # FSDP2 frees gathered weights without asking: what has no dim of tokens, and what is a parameter now.
+            return bool(self.groups) and (num_tokens not in tensor.shape or number in weights())
+
+        offload = Offload(CudaMover(), stays, len(named_layers(self.stack)))
+        self._offloads.append(offload)
+        return offload
 
     def head(self, hidden: Tensor) -> Any:
         """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""

@@ -83,7 +83,7 @@ def in_lockstep(options: dict[str, Any]) -> tuple[dict[str, float], int, int]:
     waves = augtree_fx.Tree.waves
     augtree_fx.Tree.waves = lambda tree: (sizes.append(len(wave)) or wave for wave in waves(tree))
     try:
-        got = in_waves(model, case_of(rank), 10, **options)
+        got = in_waves(model, case_of(rank), None if "memory" in options else 10, **options)
     finally:
         augtree_fx.Tree.waves = waves
     gathered = {name: whole(gradient) for name, gradient in got.gradients.items()}
@@ -99,14 +99,14 @@ def assert_in_lockstep(found: list[tuple[dict[str, float], int, int]]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"checkpointing": True, "activations": "recompute", "max_prompt_tokens": 4}],
-    ids=["keep", "recompute"],
+    [{"memory": "2.8MiB"}, {"checkpointing": True, "activations": "recompute", "max_prompt_tokens": 4}],
+    ids=["memory", "recompute"],
 )
 def test_prefill(three: Ranks, options: dict[str, Any]) -> None:
     assert_in_lockstep(three.run(in_lockstep, options))
 
 
-def one_forward(lonely: int) -> dict[str, float]:
+def one_forward(lonely: int, options: dict[str, Any]) -> dict[str, float]:
     """Waves behind one forward: trees of other depths on all ranks; a lonely rank's rows share nothing."""
     rank, number = distributed.get_rank(), distributed.get_world_size()
     batches = [
@@ -118,15 +118,35 @@ def one_forward(lonely: int) -> dict[str, float]:
     plain = without_upcasts("llama")
     results = [families.reference(copy.deepcopy(plain), batch) for batch in batches]
     means = {name: sum(x.gradients[name] for x in results) / number for name in results[0].gradients}
-    model = fsdp2(augtree_fx.transform(copy.deepcopy(plain), costs=FREE, max_wave_tokens=16))
+    model = fsdp2(augtree_fx.transform(copy.deepcopy(plain), costs=FREE, **options))
     for _ in range(2):
         got = families.computed(model, batches[rank])
         gathered = {name: whole(gradient) for name, gradient in got.gradients.items()}
         model.zero_grad()
+    budget = model.model._augtree_state.budget
+    assert budget is None or budget.max_tokens is not None, budget
     return families.errors(families.Result(got.logits, gathered), families.Result(results[rank].logits, means))
 
 
-@pytest.mark.parametrize("lonely", [-1, 1])
-def test_one_forward(three: Ranks, lonely: int) -> None:
-    for found in three.run(one_forward, lonely):
+def too_little() -> str:
+    """What each rank says when one of them has too large a prompt."""
+    model = fsdp2(augtree_fx.transform(without_upcasts("llama"), costs=FREE))
+    length = 400 if distributed.get_rank() == 1 else 4
+    case = groups_case([run_of(length, 0)], [[run_of(3, 1), run_of(2, 2)]])
+    try:
+        augtree_fx.prefill(model, case.layout, memory="4MiB").__enter__()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_budget_that_is_too_small_on_one_rank(three: Ranks) -> None:
+    first, second, third = three.run(too_little)
+    assert first == third == "memory='4MiB' does not hold the prompts and a wave of another rank; give more"
+    assert second.startswith("memory must hold prompts and a wave of at least 1 token")
+
+
+@pytest.mark.parametrize(("lonely", "options"), [(-1, {"memory": "2.6MiB"}), (1, {"max_wave_tokens": 16})])
+def test_one_forward(three: Ranks, lonely: int, options: dict[str, Any]) -> None:
+    for found in three.run(one_forward, lonely, options):
         assert {name: value for name, value in found.items() if not value <= EXACT} == {}

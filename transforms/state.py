@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from augtree_fx.costs import CostModel
+from augtree_fx.memory import Memory
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.recurrent import MixerSite
+
+if TYPE_CHECKING:  # they take a state
+    from augtree_fx.transforms.footprint import Footprint
+    from augtree_fx.transforms.wave_budget import WaveBudget
 
 
 @dataclass
@@ -29,6 +35,9 @@ class StackState:
         positions: which positions tokens get by default, and how the stack takes others.
         in_waves: whether a batch is being computed in parts (`augtree_fx.prefill`).
         max_wave_tokens: packed tokens of branches that are alive at a time; ``None`` for all.
+        memory: from which to choose that.
+        budget: the last choice.
+        footprints: bytes a token, by the way in which the stack is called.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -42,9 +51,15 @@ class StackState:
     in_waves: bool = False
     max_wave_tokens: int | None = None
     mixers: tuple[MixerSite, ...] = ()
+    memory: Memory | None = None
+    budget: WaveBudget | None = None
+    footprints: dict[Hashable, Footprint] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
-        copied = {"sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False}
+        copied = {
+            "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False,
+            "footprints": {},
+        }  # fmt: skip
         return {**self.__dict__, **copied}
