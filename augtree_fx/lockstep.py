@@ -34,10 +34,27 @@ def pad_to_all(plan: Stage, groups: list[Any]) -> None:
     """Pad a plan, in place, so that all ranks of all groups have as many stages and waves, in one order.
 
     A wave without nodes, and a stage without nodes that is ``idle``, stand for what another rank computes there.
+
+    Raises:
+        RuntimeError: other ranks have no plan.
     """
+    failed: set[int] = set()
     for group in groups:  # after the first group's turn its ranks have one plan, which the next group's ranks exchange
-        for other in _gathered(_encoded(plan), group):
-            _pad(plan, other)
+        found = _gathered(None if failed else _encoded(plan), group)
+        failed |= {rank for rank, other in enumerate(found) if other is None}
+        for other in found:
+            _pad(plan, other or [])
+    if failed:
+        raise RuntimeError(
+            f"ranks that shard a model run the same forwards, and rank {', '.join(map(str, sorted(failed)))} of them "
+            "cannot run its batch; what it raised says why"
+        )
+
+
+def give_up(groups: list[Any]) -> None:
+    """Tell ranks that wait in `pad_to_all` that this one has no plan."""
+    for group in groups:
+        _gathered(None, group)
 
 
 def smallest(number: int, groups: list[Any]) -> int:

@@ -11,8 +11,8 @@ what a layer leaves is free again while the host runs ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,9 +113,12 @@ class Offload:
     _bytes: int = 0
     _ahead_bytes: int = 0
 
-    def hooks(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
         """What a forward runs in."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+        self._end_forward()
 
     def pack(self, tensor: Tensor) -> Any:
         """Queue a tensor's copy to the host; one that several operators save is copied once."""
@@ -143,7 +146,6 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         entry: _Entry = packed
-        self._end_forward()
         self._fetch(entry)
         assert entry.device is not None
         tensor, copied = entry.device

@@ -140,13 +140,33 @@ def too_little() -> str:
     return ""
 
 
+def refused() -> str:
+    """What each rank says when one of them has a batch that is refused."""
+    model = fsdp2(augtree_fx.transform(without_upcasts("llama"), costs=FREE, max_wave_tokens=16))
+    batch = padded(rollout(2), "right")
+    mask = batch.attention_mask.clone()
+    mask[0, 1] = int(distributed.get_rank() != 2)  # a hole
+    try:
+        model(batch.input_ids, attention_mask=mask, use_cache=False)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_batch_that_is_refused_on_one_rank(three: Ranks) -> None:
+    first, second, third = three.run(refused)
+    assert first == second and third.startswith("ValueError")
+    text = "RuntimeError: ranks that shard a model run the same forwards, and rank 2 of them cannot run its batch; what"
+    assert first.startswith(text)
+
+
 def test_a_budget_that_is_too_small_on_one_rank(three: Ranks) -> None:
     first, second, third = three.run(too_little)
     assert first == third == "memory='4MiB' does not hold the prompts and a wave of another rank; give more"
     assert second.startswith("memory must hold prompts and a wave of at least 1 token")
 
 
-@pytest.mark.parametrize(("lonely", "options"), [(-1, {"memory": "2.6MiB"}), (1, {"max_wave_tokens": 16})])
+@pytest.mark.parametrize(("lonely", "options"), [(-1, {"memory": "3.4MiB"}), (1, {"max_wave_tokens": 16})])
 def test_one_forward(three: Ranks, lonely: int, options: dict[str, Any]) -> None:
     for found in three.run(one_forward, lonely, options):
         assert {name: value for name, value in found.items() if not value <= EXACT} == {}

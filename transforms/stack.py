@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from augtree_fx.layout import TreeLayout
-from augtree_fx.lockstep import groups_of, pad_to_all
+from augtree_fx.lockstep import give_up, groups_of, pad_to_all
 from augtree_fx.memory import budget_bytes
 from augtree_fx.transforms.context import GivenHidden, HiddenStates
 from augtree_fx.transforms.footprint import Footprint, footprint
@@ -133,7 +133,11 @@ def pack(
     groups = groups_of(stack) if in_waves else []
     if groups and state.memory is not None:
         _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
-    packed = _pack(stack, state, original, given, groups)
+    try:
+        packed = _pack(stack, state, original, given, groups)
+    except (ValueError, NotImplementedError):
+        give_up(groups)
+        raise
     if not in_waves:
         return packed, None
     plan = Stage(np.zeros(1, dtype=np.int64)) if packed is None or packed.parts is None else packed.parts.plan
