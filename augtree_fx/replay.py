@@ -14,12 +14,13 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from augtree_fx.computed_stage import ComputedStage
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import pad_to_all
 from augtree_fx.memory import Memory, check_memory
 from augtree_fx.predictions import Predictions, scored_slots
 from augtree_fx.prompt_chunks import split_prompts
-from augtree_fx.stages import DORMANT, ComputedStage, StageRunner
+from augtree_fx.stages import DORMANT, StageRunner
 from augtree_fx.transforms import find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.trie import IntArray

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from augtree_fx.computed_stage import ComputedStage
 from augtree_fx.predictions import Predictions
-from augtree_fx.stages import HEAD_TOKENS, ComputedStage, StageRunner
+from augtree_fx.stages import HEAD_TOKENS, StageRunner
 from augtree_fx.trie import IntArray
 
 
