@@ -25,6 +25,7 @@ from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import PositionRule, position_rule
 from augtree_fx.transforms.recurrent import MixerSite, mixer_sites
 from augtree_fx.transforms.requests import estimated_costs, layout_of
+from augtree_fx.transforms.wave_budget import WaveBudget
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Explanation:
         torn: groups that arrive in different micro-batches and are not shared for that, in words; or ``None``.
         lanes: which ranks compute which rows under context parallelism; empty without a mesh or a batch.
         planned: the planner's plan of the batch, where there is a planner.
+        budget: the last choice of the size of waves, in a budget of memory.
     """
 
     model_name: str
@@ -60,6 +62,7 @@ class Explanation:
     torn: str | None = None
     lanes: tuple[LanePlan, ...] = ()
     planned: Plan | None = None
+    budget: WaveBudget | None = None
 
     def __str__(self) -> str:
         parts = [self._sites()]
@@ -141,6 +144,8 @@ class Explanation:
         if not self.transformed:
             return ""
         lines = [f"batches shared so far: {self.num_shared}"]
+        if self.budget is not None:
+            lines.append(f"last budget of memory: {self.budget}")
         lines += [f"original forward, {number} times: {reason}" for reason, number in self.fallbacks.items()]
         lines += [self.torn] if self.torn else []
         return "\n".join(lines)
@@ -206,6 +211,7 @@ def explain(
         torn=state.torn.message,
         lanes=lanes,
         planned=planned,
+        budget=state.budget,
     )
 
 

@@ -15,6 +15,7 @@ from augtree_fx.dtensor_ops.agreement import HostGroup
 from augtree_fx.dtensor_ops.attention import SCHEDULES
 from augtree_fx.dtensor_ops.lanes import Choose, Lanes, one_lane
 from augtree_fx.layout import TreeLayout
+from augtree_fx.memory import Memory, check_memory
 from augtree_fx.planned import PlannedLanes
 from augtree_fx.planner import Planner
 from augtree_fx.transforms import (
@@ -59,6 +60,7 @@ def transform(
     costs: CostModel | None = None,
     strict: bool = True,
     max_wave_tokens: int | None = None,
+    memory: Memory | None = None,
     mesh: DeviceMesh | None = None,
     rows: str = "replicated",
     schedule: str | None = None,
@@ -81,6 +83,10 @@ def transform(
         max_wave_tokens: for groups larger than memory: branches go through the layers in waves of so many packed
             tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
             ``None`` computes all of them at once. `prefill` gives a loop over waves instead, and computes none twice.
+            Under FSDP2 ranks tell one another how many waves they have, and run as many forwards as the longest.
+        memory: instead of that, what a forward and its backward may allocate in the decoder: a number of bytes, a
+            string like ``"40GiB"``, or ``"auto"`` for half of what is free on a CUDA device. The caller's own, logits
+            say, has to fit beside it. Branches go through waves only where they do not fit at once.
         mesh: one axis of a device mesh, for context parallelism: its ranks call forward together, build one tree, and
             each computes a share of its tokens. Every rank transforms its own copy of the model. Gradients of
             parameters are then to be averaged over the axis, as in data parallelism.
@@ -96,20 +102,21 @@ def transform(
 
     Raises:
         TypeError: not a transformers model, or already compiled.
-        ValueError: ``kernel``, ``rows`` or ``schedule`` is unknown, ``max_wave_tokens`` is below 1, ``mesh`` has
-            several axes, or the model has no list of decoder layers.
+        ValueError: ``kernel``, ``rows`` or ``schedule`` is unknown, ``max_wave_tokens`` is below 1 or given along with
+            ``memory``, which cannot be read, ``mesh`` has several axes, or the model has no list of decoder layers.
         NotImplementedError: an encoder-decoder model, or (`RewriteError`, with ``.refusals``) an attention site that
             cannot be rewritten. The model is left as it was.
     """
     if kernel not in kernels.NAMES:
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
+    check_memory(memory, max_wave_tokens)
     if planner is not None and (mesh is None or lanes is not None or schedule is not None):
         raise ValueError(
             "a planner chooses lanes and schedules for a mesh; pass mesh=, and neither lanes= nor schedule="
         )
-    if mesh is not None and max_wave_tokens is not None:
-        raise NotImplementedError("max_wave_tokens and mesh do not go together; leave out one of them")
+    if mesh is not None and (max_wave_tokens is not None or memory is not None):
+        raise NotImplementedError("waves (max_wave_tokens, memory) and mesh do not go together; leave out one of them")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -124,7 +131,7 @@ def transform(
         lanes = PlannedLanes.of(planner, stack.config)
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
-        max_wave_tokens=max_wave_tokens,
+        max_wave_tokens=max_wave_tokens, memory=memory,
         lanes=None if mesh is None else _lanes(mesh, rows, schedule, lanes),
     )  # fmt: skip
     if is_installed(stack):

@@ -213,13 +213,9 @@ def _wave(
     prompt_v: Tensor,
     k_handle: Tensor,
     v_handle: Tensor,
-    segments: Tensor,
-    cu_seqlens: Tensor,
-    kv_index: Tensor | None,
-    sinks: Tensor | None,
-    *spec: Any,
+    *tables_and_spec: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _replay(q, torch.cat([prompt_k, k]), torch.cat([prompt_v, v]), segments, cu_seqlens, kv_index, sinks, *spec)
+    return _replay(q, torch.cat([prompt_k, k]), torch.cat([prompt_v, v]), *tables_and_spec)
 
 
 def _wave_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -236,16 +232,10 @@ def _wave_backward(
     lse: Tensor,
     prompt_k: Tensor,
     prompt_v: Tensor,
-    segments: Tensor,
-    cu_seqlens: Tensor,
-    kv_index: Tensor | None,
-    sinks: Tensor | None,
-    *spec: Any,
+    *tables_and_spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     keys, values, wide = torch.cat([prompt_k, k]), torch.cat([prompt_v, v]), accumulation_dtype(q.dtype)
-    dq, dk, dv, dsinks = _replay_backward(
-        dout, dlse, q, keys, values, out, lse, segments, cu_seqlens, kv_index, sinks, *spec
-    )
+    dq, dk, dv, dsinks = _replay_backward(dout, dlse, q, keys, values, out, lse, *tables_and_spec)
     first = len(prompt_k)
     # Copies: a handle keeps the prompts' part, and would keep the wave's with it.
     dk_prompt, dv_prompt = (x[:first].to(wide, copy=True) for x in (dk, dv))
@@ -262,13 +252,9 @@ def _wave_backward_fake(
     lse: Tensor,
     prompt_k: Tensor,
     prompt_v: Tensor,
-    segments: Tensor,
-    cu_seqlens: Tensor,
-    kv_index: Tensor | None,
-    sinks: Tensor | None,
-    *_: Any,
+    *tables_and_spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dsinks = _replay_backward_fake(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, kv_index, sinks)
+    dq, dk, dv, dsinks = _replay_backward_fake(dout, dlse, q, k, v, out, lse, *tables_and_spec)
     wide = accumulation_dtype(q.dtype)
     prompts = (torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (prompt_k, prompt_v))
     return dq, dk, dv, *prompts, dsinks  # type: ignore[return-value]

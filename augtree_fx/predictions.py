@@ -80,10 +80,10 @@ class Predictions:
         """Packed tokens, ascending, that predict something and are among some packed tokens."""
         return np.intersect1d(self.source, tokens)
 
-    def any_below(self, layout: TreeLayout, nodes: IntArray) -> bool:
-        """Whether something is scored in nodes or their descendants."""
-        below = np.zeros(layout.num_nodes + 1, dtype=bool)
-        below[nodes] = True
-        for node in range(layout.num_nodes):
-            below[node] |= below[layout.parent[node]]
-        return len(self.inside(token_index(layout, np.flatnonzero(below[:-1])))) > 0
+    def scored_nodes(self, layout: TreeLayout) -> NDArray[np.bool_]:
+        """``[nodes]``, whether a token of a node or of its descendants is scored."""
+        found = np.zeros(layout.num_nodes + 1, dtype=bool)  # the last entry is for "no parent", -1
+        found[np.searchsorted(layout.offset, self.target, side="right") - 1] = True
+        for node in range(layout.num_nodes - 1, -1, -1):  # children have larger numbers than their parent
+            found[layout.parent[node]] |= found[node]
+        return found[:-1]

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from types import TracebackType
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from augtree_fx.computed_stage import ComputedStage
 from augtree_fx.layout import TreeLayout
+from augtree_fx.lockstep import pad_to_all
+from augtree_fx.memory import Memory, check_memory
 from augtree_fx.predictions import Predictions, scored_slots
 from augtree_fx.prompt_chunks import split_prompts
-from augtree_fx.stages import DORMANT, ComputedStage, StageRunner
+from augtree_fx.stages import DORMANT, StageRunner
 from augtree_fx.transforms import find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.trie import IntArray
@@ -32,6 +35,7 @@ def prefill(
     layout: TreeLayout,
     *,
     max_wave_tokens: int | None = None,
+    memory: Memory | None = None,
     max_prompt_tokens: int | None = None,
     activations: str = "keep",
     scored: Tensor | None = None,
@@ -41,13 +45,17 @@ def prefill(
 
     Memory is that of the prompts' activations, their K and V with gradients in float32, and one wave; it does not grow
     with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves. Those
-    that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 all ranks must have
-    as many stages and waves, since each is a forward of all ranks. Routers' auxiliary losses are not part of waves.
+    that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 each wave is a
+    forward and a backward of all ranks: a rank that has fewer gets empty ones, ``len(wave) == 0``, to be used alike.
+    Routers' auxiliary losses are not part of waves.
 
     Args:
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
         layout: the batch, on the model's device; `TreeLayout.from_groups`, `.from_padded` or `.from_packed`.
         max_wave_tokens: packed tokens of a wave, unless `Tree.waves` says otherwise; ``None`` for one wave.
+        memory: choose that from what prompts and waves may allocate: a number of bytes, a string like ``"40GiB"``, or
+            ``"auto"`` for most of what is free on a CUDA device. What the loss itself takes, `Wave.logits` say, has to
+            fit beside it; the head's chunks of `Wave.logprobs` are in it. ``explain`` says what was chosen, and why.
         max_prompt_tokens: compute longer prompts in chunks of so many tokens, one after another.
         activations: of prompts, until their backward: ``"keep"`` them; ``"recompute"`` them then, one chunk at a time,
             so that besides K and V only one chunk of a prompt is ever alive; ``"offload"`` them to pinned host memory.
@@ -62,7 +70,8 @@ def prefill(
 
     Raises:
         ValueError: the model is not transformed, ``scored`` has another shape, ``on_unused`` or ``activations`` is
-            unknown, or a number of tokens is below 1.
+            unknown, a number of tokens is below 1, or ``memory`` cannot be read, is given with ``max_wave_tokens``, or
+            (on entering) does not hold the prompts and a wave.
         NotImplementedError: what the model's layers or wrappers do cannot be cut into waves.
     """
     stack = find_stack(model)
@@ -73,6 +82,7 @@ def prefill(
     if activations not in DORMANT:
         raise ValueError(f"activations must be one of {', '.join(DORMANT)}, got {activations!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
+    check_memory(memory, max_wave_tokens)
     check_max_tokens("max_prompt_tokens", max_prompt_tokens)
     if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
         raise NotImplementedError(
@@ -88,7 +98,7 @@ def prefill(
     slots = scored_slots(layout, scored, prompts)
     split, chunks = split_prompts(layout, max_prompt_tokens or max(layout.num_tokens, 1))
     runner = StageRunner(model, stack, getattr(stack, STATE), split, dormant=activations)
-    return Tree(runner, chunks, max_wave_tokens, Predictions.of(split, slots), on_unused)
+    return Tree(runner, chunks, max_wave_tokens, memory, Predictions.of(split, slots), on_unused)
 
 
 class Tree:
@@ -99,12 +109,13 @@ class Tree:
         runner: StageRunner,
         chunks: IntArray,
         max_wave_tokens: int | None,
+        memory: Memory | None,
         predictions: Predictions,
         on_unused: str,
     ) -> None:
         self.layout = runner.layout
         self._runner, self._on_unused = runner, on_unused
-        self._max_wave_tokens = max_wave_tokens
+        self._max_wave_tokens, self._memory = max_wave_tokens, memory
         self._prompts = plan_waves(runner.layout, None).nodes
         self._chunks, self._predictions = chunks, predictions
         self._root: ComputedStage | None = None
@@ -118,7 +129,11 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
-            self._root = self._runner.compute(self._prompts, None, self._predictions)
+            if self._memory is not None:
+                self._max_wave_tokens = self._runner.wave_tokens(self._memory)
+            plan = Stage(self._prompts)
+            pad_to_all(plan, self._runner.groups)
+            self._root = self._runner.compute(plan.nodes, None, self._predictions, idle=plan.idle)
         except BaseException:
             self._runner.end(keep=False)
             raise
@@ -130,12 +145,13 @@ class Tree:
         """Waves of branches, longest branches first; a wave is to be used up before the next one is asked for.
 
         Args:
-            max_tokens: packed tokens of a wave; by default what `prefill` was told.
+            max_tokens: packed tokens of a wave; by default what `prefill` was told, or chose.
 
         Raises:
             RuntimeError: outside of the block, or a second time; a wave had no backward; parameters changed.
-            ValueError: ``max_tokens`` is below 1.
+            ValueError: ``max_tokens`` is below 1, or `prefill` was given a budget of memory.
         """
+        check_memory(self._memory, max_tokens)
         if self._state != "entered":
             raise RuntimeError(
                 "waves are taken once, inside the block: `with augtree_fx.prefill(model, layout) as tree`"
@@ -144,8 +160,9 @@ class Tree:
             )
         plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens, self._chunks)
         self._state = "started"
-        assert self._root is not None
-        self._running = self._run(plan, self._root)
+        self._leave_out_what_is_not_scored(plan)
+        pad_to_all(plan, self._runner.groups)
+        self._running = self._run(plan)
         return self._until_left(self._running)
 
     def _until_left(self, running: Iterator[Wave]) -> Iterator[Wave]:
@@ -153,38 +170,59 @@ class Tree:
         if self._state == "closed":
             raise RuntimeError("the block of these waves was left; take all of tree.waves() inside of it")
 
-    def _run(self, plan: Stage, stage: ComputedStage) -> Generator[Wave, None, None]:
-        yield from self._hand_out(self._own_wave(stage))
-        for nodes in plan.waves:
-            yield from self._hand_out(self._branches(stage, nodes))
-        for inner in plan.inner:
-            if not self._predictions.any_below(self.layout, inner.nodes):
-                continue
-            self._runner.check_parameters()
-            computed = self._runner.compute(inner.nodes, stage, self._predictions)
-            self._open.append(computed)
-            yield from self._run(inner, computed)
-            self._open.pop().backward()
-        if stage is self._root:
-            self._state = "finished"
+    def _run(self, plan: Stage) -> Generator[Wave, None, None]:
+        """The waves of a plan whose root is open; without recursion, as chains of chunks are deep."""
+        yield from self._waves_of(plan)
+        unfinished = [iter(plan.inner)]
+        while unfinished:
+            inner = next(unfinished[-1], None)
+            if inner is None:
+                unfinished.pop()
+                if unfinished:  # the root goes when the block is left
+                    self._open.pop().backward()
+            else:
+                self._runner.check_parameters()
+                computed = self._runner.compute(inner.nodes, self._open[-1], self._predictions, idle=inner.idle)
+                self._open.append(computed)
+                yield from self._waves_of(inner)
+                unfinished.append(iter(inner.inner))
+        self._state = "finished"
 
-    def _own_wave(self, stage: ComputedStage) -> Wave | None:
+    def _leave_out_what_is_not_scored(self, plan: Stage) -> None:
+        wanted = self._predictions.scored_nodes(self.layout)
+        for stage in plan.stages():
+            stage.scored = len(self._predictions.inside(self._runner.tokens_of(stage.nodes))) > 0
+            stage.waves = [nodes for nodes in stage.waves if wanted[nodes].any()]
+            stage.inner = [inner for inner in stage.inner if wanted[inner.nodes].any()]
+
+    def _waves_of(self, plan: Stage) -> Iterator[Wave]:
+        stage = self._open[-1]
+        if plan.scored:
+            yield from self._hand_out(self._own_wave(stage))
+        for nodes in plan.waves:
+            self._runner.check_parameters()
+            yield from self._hand_out(self._branches(stage, nodes) if len(nodes) else self._empty(self._runner.idle()))
+
+    def _own_wave(self, stage: ComputedStage) -> Wave:
         """What is scored inside of a stage itself."""
         chosen = self._predictions.inside(stage.tokens)
-        return Wave(self._runner, self._predictions.take(chosen), stage.path(), None) if len(chosen) else None
-
-    def _branches(self, stage: ComputedStage, nodes: Any) -> Wave | None:
-        tokens = self._runner.tokens_of(nodes)
-        chosen = self._predictions.inside(tokens)
         if not len(chosen):
-            return None
-        self._runner.check_parameters()
-        hidden, _ = self._runner.forward(nodes, stage, keep=False)
-        return Wave(self._runner, self._predictions.take(chosen), stage.path(), (tokens, hidden))
+            return self._empty(torch.zeros_like(stage.hidden[:0], requires_grad=self._runner.with_grad))
+        return Wave(self._runner, self._predictions.take(chosen), stage.path(), None)
 
-    def _hand_out(self, wave: Wave | None) -> Iterator[Wave]:
-        if wave is None:
-            return
+    def _branches(self, stage: ComputedStage, nodes: IntArray) -> Wave:
+        tokens = self._runner.tokens_of(nodes)
+        hidden = self._runner.forward(nodes, stage)
+        return Wave(
+            self._runner, self._predictions.take(self._predictions.inside(tokens)), stage.path(), (tokens, hidden)
+        )
+
+    def _empty(self, hidden: Tensor) -> Wave:
+        """A wave of no token, whose backward runs through some hidden states as those of other ranks do."""
+        nothing = self._prompts[:0]
+        return Wave(self._runner, self._predictions.take(nothing), [], (nothing, hidden[:0]))
+
+    def _hand_out(self, wave: Wave) -> Iterator[Wave]:
         self._wave = wave
         yield wave
         self._settle(wave)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,101 +11,38 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from augtree_fx.computed_stage import ComputedStage, leaves_of, watched
 from augtree_fx.layout import TreeLayout
+from augtree_fx.lockstep import groups_of, smallest
+from augtree_fx.memory import Memory, budget_bytes
+from augtree_fx.offload import CudaMover, Offload
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, PromptKV, Shelf
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, Shelf
+from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.packing import make_context, packed_arguments
 from augtree_fx.transforms.requests import refuse_waves
-from augtree_fx.transforms.skeleton import CONTEXT
+from augtree_fx.transforms.skeleton import CONTEXT, named_layers
 from augtree_fx.transforms.state import StackState
+from augtree_fx.transforms.wave_budget import (
+    PREFILL_SHARE,
+    Extent,
+    Surroundings,
+    choose_waves,
+    gathered_parameters,
+    missing_gradients,
+)
 from augtree_fx.trie import IntArray
-from augtree_fx.waves import part_of, token_index
+from augtree_fx.waves import idle_layout, part_of, token_index
+
+HEAD_TOKENS = 2048  # tokens of one chunk of the LM head: 1.2 GB of float32 logits with a vocabulary of 152k
+# Logits of a chunk in the accumulation dtype that live at once in its backward, beside two in the model's dtype: cast,
+# divided by the temperature, exponentials of log-sum-exp, and gradients of two of them.
+HEAD_COPIES = 5
 
 # What becomes of a stage's activations until its backward: kept, computed again, or in pinned memory of the host.
 DORMANT = ("keep", "recompute", "offload")
-
-
-@dataclass(eq=False)
-class ComputedStage:
-    """Nodes whose graph is kept while their descendants are computed.
-
-    Attributes:
-        nodes: node numbers, those of the stages above included.
-        tokens: packed tokens of its own nodes.
-        above: the stage that it continues.
-        prompts: K and V of all its nodes, as leaves.
-        kept: K and V of its own tokens in its graph.
-        sources: packed tokens of its own whose hidden states predict something, ascending.
-        hidden: ``[sources, hidden size]`` in its graph.
-        leaf: the same as a leaf in the accumulation dtype.
-        arrivals: gets an entry whenever a wave's gradient arrives here; ``None`` where none can.
-        again: computes ``hidden`` and ``kept`` anew, in a graph, where none was kept.
-    """
-
-    nodes: IntArray
-    tokens: IntArray
-    above: ComputedStage | None
-    prompts: dict[Place, PromptKV]
-    kept: dict[Place, tuple[Tensor, Tensor]]
-    sources: IntArray
-    hidden: Tensor
-    leaf: Tensor
-    arrivals: list[None] | None = None
-    again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
-
-    @property
-    def has_handles(self) -> bool:
-        """Whether every wave's gradient arrives at K or V."""
-        return any(handle.requires_grad for each in self.prompts.values() for handle in each[2:])
-
-    def path(self) -> list[ComputedStage]:
-        """This stage and those above it."""
-        return [self, *(self.above.path() if self.above else [])]
-
-    def lie_in(self, longer: dict[Place, PromptKV]) -> None:
-        """Let K and V lie in those of a stage that continues this one, instead of in memory of their own."""
-        for place, own in self.prompts.items():
-            length = len(own.k)
-            self.prompts[place] = own._replace(k=longer[place].k[:length], v=longer[place].v[:length])
-
-    def backward(self) -> None:
-        """Send what has come back to its leaves through its graph, once, and to the stage above."""
-        handles = [handle for each in self.prompts.values() for handle in each[2:]]
-        if all(leaf.grad is None for leaf in (self.leaf, *handles)):
-            self.prompts, self.kept = {}, {}
-            return
-        if self.again is not None:
-            self.hidden, self.kept = self.again()
-        roots, gradients = [], []
-
-        def send(root: Tensor, gradient: Tensor | None) -> None:
-            if root.requires_grad and gradient is not None:
-                roots.append(root)
-                gradients.append(gradient.to(root.dtype))
-
-        # Also where nothing came back: FSDP2 gathers a layer's parameters when its output gets a gradient.
-        send(self.hidden, torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad)
-        for place, own in self.kept.items():
-            for name, tensor in zip(("k_handle", "v_handle"), own, strict=True):
-                gradient = getattr(self.prompts[place], name).grad
-                if gradient is None:
-                    continue
-                before = len(gradient) - len(tensor)
-                send(tensor, gradient[before:])
-                if before:
-                    assert self.above is not None
-                    _add_to(getattr(self.above.prompts[place], name), gradient[:before])
-        self.prompts = {}
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        self.kept = {}
-
-
-def _add_to(leaf: Tensor, gradient: Tensor) -> None:
-    if leaf.requires_grad:
-        leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 @dataclass(eq=False)
@@ -121,6 +57,7 @@ class StageRunner:
         with_grad: whether gradients are wanted.
         outputs: class of the stack's outputs.
         dormant: what becomes of a stage's activations until its backward, one of `DORMANT`.
+        groups: over which FSDP2 shards the model; from `begin` on.
     """
 
     model: nn.Module
@@ -130,10 +67,12 @@ class StageRunner:
     with_grad: bool = False
     outputs: type = BaseModelOutput
     dormant: str = "keep"
+    groups: list[Any] = field(default_factory=list)
     _saved: list[tuple[nn.Parameter, int, Tensor | None]] = field(default_factory=list)
     _entered: tuple[str, bool, torch.dtype] | None = None
     _with_gradient: int = 0
     _sharded: list[nn.Module] = field(default_factory=list)
+    _offloads: list[Offload] = field(default_factory=list)
 
     def begin(self) -> None:
         """Put the parameters' gradients aside.
@@ -149,7 +88,7 @@ class StageRunner:
             )
         refuse_waves(self.stack, self.state, self.layout)
         self.state.in_waves, self.with_grad = True, torch.is_grad_enabled()
-        self._sharded = _sharded_around(self.model, self.stack)
+        self._sharded, self.groups = _sharded_around(self.model, self.stack), groups_of(self.model)
         self._saved = [(p, p._version, p.grad) for p in self.model.parameters() if p.requires_grad]
         for parameter, _, _ in self._saved:
             parameter.grad = None
@@ -162,6 +101,9 @@ class StageRunner:
             elif before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._saved = []
+        for offload in self._offloads:
+            offload.close()
+        self._offloads = []
         self.state.in_waves = False
 
     def check_parameters(self, backward_ran: bool = False) -> None:
@@ -180,73 +122,120 @@ class StageRunner:
             raise RuntimeError("gradients were cleared between waves; call zero_grad() before augtree_fx.prefill")
         self._with_gradient = with_gradient
 
+    def wave_tokens(self, memory: Memory) -> int:
+        """Packed tokens of a wave in a budget of memory, the same on all ranks that shard the model.
+
+        Raises:
+            ValueError: the budget does not hold the prompts and a wave, or cannot be known.
+        """
+        seen = footprint(self.stack, self.state, self.idle)
+        wide, narrow = accumulation_dtype(self.dtype).itemsize, self.dtype.itemsize
+        config: Any = self.stack.config
+        around = Surroundings(
+            gradients=missing_gradients(self.model) if self.with_grad else 0,
+            gathered=gathered_parameters(self.stack, self.groups),
+            head_token=config.vocab_size * (2 * narrow + HEAD_COPIES * wide),
+            head_tokens=HEAD_TOKENS,
+        )
+        extent, there = Extent.of(self.layout), budget_bytes(memory, self.layout.device, PREFILL_SHARE)
+        try:
+            self.state.budget = choose_waves(there, seen, extent, around, kept=self.dormant == "keep")
+        except ValueError:
+            smallest(0, self.groups)  # or the others would wait
+            raise
+        assert self.state.budget.max_tokens is not None, "only a drop-in forward runs everything at once"
+        fewest = smallest(self.state.budget.max_tokens, self.groups)
+        if not fewest:
+            raise ValueError(f"memory={memory!r} does not hold the prompts and a wave of another rank; give more")
+        return fewest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.stack.parameters()).dtype
+
     def tokens_of(self, nodes: IntArray) -> IntArray:
         """Packed tokens of nodes."""
         return token_index(self.layout, nodes)
 
-    def forward(
-        self, nodes: IntArray, stage: ComputedStage | None, *, keep: bool
-    ) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
-        """Hidden states ``[tokens, hidden size]`` of nodes below a stage, and K and V of their tokens if kept."""
+    def forward(self, nodes: IntArray, stage: ComputedStage | None, kept: Shelf | None = None) -> Tensor:
+        """Hidden states ``[tokens, hidden size]`` of nodes below a stage; K and V of their tokens go on a shelf."""
         if stage is None:
             self._entered = self._autocast()
         elif len(stage.nodes) and self._autocast() != self._entered and stage.again is None:
             raise RuntimeError("prompts and branches must run under one autocast; enter it before augtree_fx.prefill")
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
-        context = make_context(part, self.state, len(above))
-        kept = Shelf()
-        context = replace(
-            context,
-            prompts=Shelf(stage.prompts) if stage is not None and len(above) else None,
-            kept=kept if keep else None,
-        )
-        arguments = packed_arguments(self.stack, self.state, part, context, len(above))
+        prompts = Shelf(stage.prompts) if stage is not None and len(above) else None
+        return self._run(part, len(above), prompts, kept)
+
+    def idle(self, num_tokens: int = 1, kept: Shelf | None = None) -> Tensor:
+        """Hidden states ``[num_tokens, hidden size]`` of tokens that nobody sees."""
+        return self._run(idle_layout(num_tokens, self.layout.device), 0, None, kept)
+
+    def _run(self, part: TreeLayout, first_node: int, prompts: Shelf | None, kept: Shelf | None) -> Tensor:
+        context = replace(make_context(part, self.state, first_node), prompts=prompts, kept=kept)
+        arguments = packed_arguments(self.stack, self.state, part, context, first_node)
         hidden = HiddenStates(context)
         self.model(**{**arguments, CONTEXT: hidden})
-        kept.full = True
+        if kept is not None:
+            kept.full = True
         (self.outputs,) = hidden.outputs
         found = hidden.found[0]
         if self._sharded and found.requires_grad:
             found.register_hook(lambda _: _gather_parameters(self._sharded))
-        return found[0], kept.items
+        return found[0]
 
-    def compute(self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions) -> ComputedStage:
+    def compute(
+        self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions, *, idle: bool = False
+    ) -> ComputedStage:
         """Compute nodes and keep their graph; without nodes, a stage of no token.
+
+        Args:
+            nodes: node numbers.
+            above: the stage that they continue.
+            predictions: of the batch.
+            idle: run a forward, and later a backward, without nodes too.
 
         Raises:
             NotImplementedError: a layer's K and V are cut off from the graph (reentrant checkpointing).
         """
         outer = above.nodes if above is not None else nodes[:0]
         tokens = self.tokens_of(nodes)
-        if not len(nodes):
+        if not len(nodes) and not idle:
             nothing = torch.empty(0)
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         sources = predictions.sources_among(tokens)
 
-        def run() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
-            hidden, kept = self.forward(nodes, above, keep=True)
-            refuse_cut_off(kept, hidden)
-            return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept
+        def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+            if idle:
+                return self.idle()[:0], {}
+            hidden = self.forward(nodes, above, kept)
+            refuse_cut_off(kept.items, hidden)
+            return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept.items
 
         recompute = self.dormant == "recompute" and self.with_grad
-        with torch.no_grad() if recompute else self._offloaded():
-            picked, kept = run()
+        shelf = Shelf()
+        offload = self._offload(shelf, len(tokens)) if self.dormant == "offload" and self.with_grad else None
+        with torch.no_grad() if recompute else nullcontext() if offload is None else offload.hooks():
+            picked, kept = run(shelf)
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(recompute or picked.requires_grad)
-        prompts = {place: _leaves(place, own, above, always=recompute) for place, own in kept.items()}
-        if above is not None:
+        outer_prompts = {} if above is None else above.prompts
+        prompts = {place: leaves_of(x, outer_prompts.get(place), always=recompute) for place, x in kept.items()}
+        if above is not None and not idle:
             above.lie_in(prompts)
-        arrivals = _watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
+        arrivals = watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
         own = {} if recompute else kept
         stage = ComputedStage(
-            np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals
-        )
+            np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals,
+            in_step=bool(self.groups), offload=offload,
+        )  # fmt: skip
         if recompute:
             autocast = self._autocast()
 
             def again() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
                 with torch.enable_grad(), torch.autocast(autocast[0], dtype=autocast[2], enabled=autocast[1]):
-                    return run()
+                    return run(Shelf())
 
             stage.again = again
         return stage
@@ -255,25 +244,29 @@ class StageRunner:
         kind = self.layout.device.type
         return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def _offloaded(self) -> AbstractContextManager[Any]:
-        if self.dormant != "offload" or not self.with_grad:
-            return nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
+    def _offload(self, shelf: Shelf, num_tokens: int) -> Offload:
+        """Keeps what autograd saves on the host: not weights, nor K and V, which stay on the device anyway."""
+
+        def weights() -> set[int]:
+            return {x.untyped_storage()._cdata for x in map(local, (*self.model.parameters(), *self.model.buffers()))}
+
+        always = weights()
+
+        def stays(tensor: Tensor) -> bool:
+            number = tensor.untyped_storage()._cdata
+            if number in always or number in (x.untyped_storage()._cdata for kv in shelf.items.values() for x in kv):
+                return True
+            # FSDP2 frees gathered weights without asking: what has no dim of tokens, and what is a parameter now.
+            return bool(self.groups) and (num_tokens not in tensor.shape or number in weights())
+
+        offload = Offload(CudaMover(), stays, len(named_layers(self.stack)))
+        self._offloads.append(offload)
+        return offload
 
     def head(self, hidden: Tensor) -> Any:
         """What the model makes of hidden states ``[n, hidden size]``: its outputs for a row of n tokens."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         return self.model(input_ids=ids, use_cache=False, **{CONTEXT: GivenHidden(hidden[None], self.outputs)})
-
-
-def _watched(leaves: list[Tensor]) -> list[None] | None:
-    """A list that grows when gradients arrive at the first leaf, and the first handle, that can get any."""
-    watched = [leaf for leaf in (leaves[0], next((x for x in leaves[1:] if x.requires_grad), None)) if leaf is not None]
-    arrivals: list[None] = []
-    for leaf in watched:
-        if leaf.requires_grad:
-            leaf.register_post_accumulate_grad_hook(lambda _: arrivals.append(None))
-    return arrivals if any(leaf.requires_grad for leaf in watched) else None
 
 
 def _sharded_around(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
@@ -296,18 +289,3 @@ def _sharded_around(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
 def _gather_parameters(modules: list[Any]) -> None:
     for module in modules:
         module.unshard()
-
-
-def _leaves(place: Place, own: tuple[Tensor, Tensor], above: ComputedStage | None, *, always: bool) -> PromptKV:
-    """K and V of a stage's tokens, after those of the stages above, with handles that hold no memory."""
-    tensors = [x.detach() for x in own]
-    needs = [always or x.requires_grad for x in own]
-    if above is not None and above.prompts:
-        outer = above.prompts[place]
-        tensors = [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]
-        needs = [need or handle.requires_grad for need, handle in zip(needs, outer[2:], strict=True)]
-    handles = [
-        torch.zeros((), dtype=accumulation_dtype(x.dtype), device=x.device).expand(x.shape).requires_grad_(need)
-        for x, need in zip(tensors, needs, strict=True)
-    ]
-    return PromptKV(*tensors, *handles)

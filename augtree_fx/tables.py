@@ -11,7 +11,7 @@ Large segments get a call of their own, so that a dense kernel can take them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -198,31 +198,36 @@ def build_tables(layout: TreeLayout, window: Span, first_node: int = 0) -> Atten
     ]
     calls = split_calls(own, causal=True)
     for lower in range(1, layout.num_levels):
-        for upper in range(lower):
-            calls += split_calls(_ancestor_segments(layout, upper, lower, first_node), causal=False)
+        for segments in _ancestor_segments(layout, lower, first_node):
+            calls += split_calls(segments, causal=False)
     return tables_of(calls, layout.device, None)
 
 
-def _ancestor_segments(layout: TreeLayout, upper: int, lower: int, first_node: int) -> list[Segment]:
-    """Per node of level ``upper``: its descendants at level ``lower``, which are neighbours, attend to all of it."""
+def _ancestor_segments(layout: TreeLayout, lower: int, first_node: int) -> list[list[Segment]]:
+    """Per level above ``lower``, and node of it: its descendants there, which are neighbours, attend to all of it.
+
+    Levels of which each node's tokens follow its parent's are one: a prompt in chunks is read at once.
+    """
     first = max(int(layout.level_begin[lower]), first_node)
     ancestor = np.arange(first, layout.level_begin[lower + 1])
+    found: list[list[Segment]] = []
     if not len(ancestor):
-        return []
+        return found
     before = int(layout.offset[first_node])
-    for _ in range(lower - upper):
+    for _ in range(lower):
         ancestor = layout.parent[ancestor]
-    starts = np.flatnonzero(np.append(True, np.diff(ancestor) != 0))
-    ends = np.append(starts[1:], len(ancestor))
-    return [
-        Segment(
-            int(layout.offset[first + start]) - before,
-            int(layout.offset[first + end]) - before,
-            int(layout.offset[ancestor[start]]),
-            int(layout.offset[ancestor[start] + 1]),
-        )
-        for start, end in zip(starts, ends, strict=True)
-    ]
+        starts = np.flatnonzero(np.append(True, np.diff(ancestor) != 0))
+        ends = np.append(starts[1:], len(ancestor))
+        nodes = ancestor[starts]
+        bounds = (layout.offset[first + starts] - before, layout.offset[first + ends] - before)
+        keys = (layout.offset[nodes], layout.offset[nodes + 1])
+        segments = [Segment(*each) for each in zip(*(x.tolist() for x in (*bounds, *keys)), strict=True)]
+        below = found[-1] if found else []
+        if [(x.q_begin, x.q_end, x.k_end) for x in segments] == [(x.q_begin, x.q_end, x.k_begin) for x in below]:
+            found[-1] = [replace(x, k_begin=y.k_begin) for x, y in zip(below, segments, strict=True)]
+        else:
+            found.append(segments)
+    return found[::-1]
 
 
 def _windowed_segments(layout: TreeLayout, window: int, first_node: int) -> tuple[np.ndarray, list[Segment]]:

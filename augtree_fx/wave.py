@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from augtree_fx.computed_stage import ComputedStage
 from augtree_fx.predictions import Predictions
-from augtree_fx.stages import ComputedStage, StageRunner
+from augtree_fx.stages import HEAD_TOKENS, StageRunner
 from augtree_fx.trie import IntArray
-
-HEAD_TOKENS = 2048  # tokens of one chunk of the LM head: 1.2 GB of float32 logits with a vocabulary of 152k
 
 
 class Wave:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
@@ -27,17 +28,32 @@ class Stage:
         nodes: ``[n]`` node numbers in ascending order; empty where nothing is shared.
         waves: node numbers of each wave, ascending; whole subtrees below ``nodes``.
         inner: stages below this one, each a branch that is too large to go through a wave with all of its own.
+        scored: whether tokens of its own nodes are a wave before the others.
+        idle: whether other ranks compute something where this one has no nodes, see `lockstep`.
     """
 
     nodes: IntArray
     waves: list[IntArray] = field(default_factory=list)
     inner: list[Stage] = field(default_factory=list)
+    scored: bool = False
+    idle: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a forward."""
+        return self.idle or len(self.nodes) > 0
+
+    def stages(self) -> Iterator[Stage]:
+        """This stage and all below it, in the order in which they run. Chains of chunks are deep: no recursion."""
+        frontier = [self]
+        while frontier:
+            stage = frontier.pop()
+            yield stage
+            frontier += reversed(stage.inner)
 
     def walk(self) -> Iterator[IntArray]:
         """All waves, in the order in which they run."""
-        yield from self.waves
-        for stage in self.inner:
-            yield from stage.walk()
+        return (wave for stage in self.stages() for wave in stage.waves)
 
 
 def check_max_tokens(name: str, value: int | None) -> None:
@@ -72,18 +88,17 @@ def plan_waves(layout: TreeLayout, max_tokens: int | None, kept: IntArray | None
         max_tokens = max(layout.num_tokens, 1)
     for node in () if kept is None else kept.tolist():
         subtree[node] = max(subtree[node], max_tokens + 1)
-    return _stage(prompts, units, children, subtree, max_tokens)
-
-
-def _stage(nodes: list[int], units: list[int], children: list[list[int]], subtree: IntArray, limit: int) -> Stage:
-    too_large = [unit for unit in units if children[unit] and subtree[unit] > limit]
-    stage = Stage(np.array(nodes, dtype=np.int64))
-    large = set(too_large)
-    small = [unit for unit in units if unit not in large]
-    for members in _fill(small, subtree, limit):
-        stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
-    stage.inner = [_stage([unit], children[unit], children, subtree, limit) for unit in too_large]
-    return stage
+    root = Stage(np.array(prompts, dtype=np.int64))
+    frontier = [(root, units)]
+    while frontier:
+        stage, units = frontier.pop()
+        large = [unit for unit in units if children[unit] and subtree[unit] > max_tokens]
+        apart = set(large)
+        for members in _fill([unit for unit in units if unit not in apart], subtree, max_tokens):
+            stage.waves.append(np.array(sorted(_with_descendants(members, children)), dtype=np.int64))
+        stage.inner = [Stage(np.array([unit], dtype=np.int64)) for unit in large]
+        frontier += zip(stage.inner, (children[unit] for unit in large), strict=True)
+    return root
 
 
 def _fill(units: list[int], tokens: IntArray, limit: int) -> list[list[int]]:
@@ -114,7 +129,19 @@ def token_index(layout: TreeLayout, nodes: IntArray) -> IntArray:
     """``[tokens]`` packed tokens of some nodes, in their order."""
     if not len(nodes):
         return np.empty(0, dtype=np.int64)
-    return np.concatenate([np.arange(layout.offset[node], layout.offset[node + 1]) for node in nodes])
+    length = layout.length[nodes]
+    return np.arange(int(length.sum())) + np.repeat(layout.offset[nodes] - np.cumsum(length) + length, length)
+
+
+def idle_layout(num_tokens: int, device: torch.device) -> TreeLayout:
+    """Tokens that nobody sees: one node, no rows."""
+    zero, empty = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    return TreeLayout(
+        parent=zero - 1, level=zero, path_start=zero, length=zero + num_tokens, row_node=empty, row_length=empty,
+        row_begin=empty, shape=(0, num_tokens), source=tokens, position_ids=np.arange(num_tokens), input_ids=tokens,
+        device=device,
+    )  # fmt: skip
 
 
 def part_of(layout: TreeLayout, nodes: IntArray) -> TreeLayout:

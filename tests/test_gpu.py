@@ -344,3 +344,60 @@ def test_detection_costs_two_percent_at_most() -> None:
         flops = 20 * 2 * 8192**3 / (time.perf_counter() - begin)
     saved_seconds = saved_tokens * 2 * 28 * 15.7e6 / flops  # matmuls alone, at full speed: the least it can save
     assert min(seconds) < 0.02 * saved_seconds, f"{min(seconds):.3f} s of {saved_seconds:.3f} s saved"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_offloaded_prompts_have_the_same_gradients_and_leave_the_device(checkpointing: bool) -> None:
+    """The same kernels on the same values: bit for bit but for atomic sums; and the prompt's activations are away."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128,
+    )  # fmt: skip
+    model = augtree_fx.transform(Qwen3ForCausalLM(config).cuda().bfloat16().train())
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    prompt, *responses = (torch.randint(0, 128, (length,)) for length in (8192, 256, 200, 100))
+    layout = TreeLayout.from_groups([prompt], [responses], device="cuda")
+    kept, found = [], []
+    for activations in ("keep", "offload", "offload"):
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with augtree_fx.prefill(model, layout, max_wave_tokens=300, activations=activations) as tree:
+            kept.append(torch.cuda.memory_allocated() - before)
+            for wave in tree.waves():
+                wave.logprobs().sum().backward()
+        found.append(tuple(parameter.grad.clone() for parameter in model.parameters()))
+    assert worst(found[1], found[0]) < SAME and worst(found[2], found[0]) < SAME
+    hidden = 8192 * 1024 * 2
+    away = kept[0] - kept[1]
+    assert away > (6 * hidden if checkpointing else 50 * hidden), [size / hidden for size in kept]
+
+
+def test_waves_stay_in_a_budget_of_memory() -> None:
+    """Peak beyond what was allocated, of budgets in which 32 responses take several waves; and "auto" takes one."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32_000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128,
+    )  # fmt: skip
+    model = augtree_fx.transform(Qwen3ForCausalLM(config).cuda().bfloat16().train())
+    prompt, *responses = (torch.randint(0, 128, (length,)) for length in (4096, *[512] * 32))
+    layout = TreeLayout.from_groups([prompt], [responses], device="cuda")
+    for memory, several in (("5GiB", True), ("7GiB", True), ("auto", False)):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        before, number = torch.cuda.memory_allocated(), 0
+        torch.cuda.reset_peak_memory_stats()
+        with augtree_fx.prefill(model, layout, memory=memory) as tree:
+            for wave in tree.waves():
+                wave.logprobs().sum().backward()
+                number += 1
+        budget = model.base_model._augtree_state.budget
+        assert torch.cuda.max_memory_allocated() - before <= budget.memory, str(budget)
+        assert (number > 1) == several, str(budget)

@@ -441,7 +441,7 @@ def test_nothing_is_held_after_the_block(fail: bool) -> None:
 @pytest.mark.parametrize("fault", ["keys", "values", "branch points", "siblings", "stage above"])
 def test_planted_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would see a gradient that is dropped, and a token that leaks into its siblings."""
-    from augtree_fx import stages
+    from augtree_fx import computed_stage, stages
 
     if fault == "siblings":
         real = stages.part_of
@@ -457,16 +457,16 @@ def test_planted_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
         monkeypatch.setattr(stages, "part_of", leaking)
     elif fault == "stage above":
-        monkeypatch.setattr(stages, "_add_to", lambda leaf, gradient: None)
+        monkeypatch.setattr(computed_stage, "_add_to", lambda leaf, gradient: None)
     else:
-        real_leaves, real_backward = stages._leaves, stages.ComputedStage.backward
+        real_leaves, real_backward = stages.leaves_of, computed_stage.ComputedStage.backward
         if fault == "branch points":
 
-            def without_leaf(self: stages.ComputedStage) -> None:
+            def without_leaf(self: computed_stage.ComputedStage) -> None:
                 self.leaf.grad = None
                 real_backward(self)
 
-            monkeypatch.setattr(stages.ComputedStage, "backward", without_leaf)
+            monkeypatch.setattr(computed_stage.ComputedStage, "backward", without_leaf)
         else:
             name = {"keys": "k_handle", "values": "v_handle"}[fault]
 
@@ -474,7 +474,7 @@ def test_planted_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 found = real_leaves(*args, **options)
                 return found._replace(**{name: getattr(found, name).detach()})
 
-            monkeypatch.setattr(stages, "_leaves", without_handle)
+            monkeypatch.setattr(stages, "leaves_of", without_handle)
     with KeepFloat64():
         found = errors(in_waves(models("llama")[1], CASES["depth 4"], 12), truth("depth 4"))
     wrong = {name for name, value in found.items() if value > 1e-6}

@@ -95,6 +95,14 @@ def test_chunks_bound_what_is_computed_at_once() -> None:
     assert longest == 8
 
 
+def test_hundreds_of_chunks() -> None:
+    plain = without_upcasts("llama")
+    del plain.model.layers[1:]
+    case = groups_case([run_of(200, 1)], [[run_of(4, 3), run_of(2, 4)]])
+    found = in_waves(shared(copy.deepcopy(plain)), case, max_prompt_tokens=1)
+    assert_equal(found, by_rows(plain, case))
+
+
 def test_what_is_not_an_option() -> None:
     model = shared(without_upcasts("llama"))
     layout = groups_case([run_of(5, 1)], [[run_of(4, 3)]]).layout

@@ -11,6 +11,7 @@ from row_reference import rollouts
 
 from augtree_fx import CostModel, TreeLayout
 from augtree_fx.prompt_chunks import split_prompts
+from augtree_fx.waves import part_of, plan_waves
 
 
 def layout_of(rows: list[list[int]]) -> TreeLayout:
@@ -49,6 +50,18 @@ def test_a_chain() -> None:
     assert chunks.tolist() == [1, 2]
     assert split.length.tolist() == [4, 4, 2, 2, 1] and split.parent.tolist() == [-1, 0, 1, 2, 2]
     assert split_prompts(layout, 10)[0] is layout
+
+
+def test_three_thousand_chunks() -> None:
+    """Deeper than Python recurses: the plan is one stage in another, and one wave below the last."""
+    layout, chunks = split_prompts(TreeLayout.from_groups([list(range(3000))], [[[1, 2], [3]]]), 1)
+    plan = plan_waves(layout, None, chunks)
+    stages = list(plan.stages())
+    assert [stage.nodes.tolist() for stage in stages] == [[node] for node in range(3000)]
+    assert [wave.tolist() for wave in plan.walk()] == [[3000, 3001]] and stages[-1].waves
+    # The last chunk reads all before it at once, as one segment of keys.
+    part = part_of(layout, np.arange(3000))
+    assert part.tables(None, 2999).segments.tolist() == [[0, 1, 0, 1, 2999, 3000], [1, 0, 0, 1, 0, 2999]]
 
 
 def test_a_chunk_needs_a_token() -> None:

@@ -170,9 +170,9 @@ def test_predictions_by_default_are_those_of_responses() -> None:
     assert found.row.tolist() == [0, 0, 2, 3] and found.index.tolist() == [3, 4, 3, 1]
     assert layout.input_ids[found.target].tolist() == [5, 6, 7, 8]
     assert layout.input_ids[found.source].tolist() == [3, 5, 3, 4]
-    assert found.any_below(layout, np.array([0])) and found.any_below(layout, np.array([1]))
+    assert found.scored_nodes(layout).tolist() == [True, True, True, True, True]
     alone = found.take(found.inside(token_index(layout, np.array([2]))))
-    assert alone.any_below(layout, np.array([0])) and not alone.any_below(layout, np.array([1, 3]))
+    assert alone.scored_nodes(layout).tolist() == [True, False, True, False, False]
 
 
 # The op

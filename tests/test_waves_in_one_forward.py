@@ -39,9 +39,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     right = in_waves.run_in_waves
 
-    def noted(plan: Any, forward: Any) -> Any:
+    def noted(plan: Any, *forwards: Any) -> Any:
         found.append(plan)
-        return right(plan, forward)
+        return right(plan, *forwards)
 
     monkeypatch.setattr("augtree_fx.transforms.packing.run_in_waves", noted)
     return found

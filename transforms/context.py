@@ -29,6 +29,12 @@ class PromptKV(NamedTuple):
     v_handle: Tensor
 
 
+def continued(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> list[Tensor]:
+    """K and V of some tokens, after those of the tokens that they continue; without gradient."""
+    tensors = [x.detach() for x in own]
+    return tensors if outer is None else [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]
+
+
 Place = tuple[str, int]  # name of an attention module in its stack, and number of the call in its forward
 
 

@@ -7,7 +7,7 @@ time. What the waves send back to the prompts' K and V is added up in the accumu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from augtree_fx.reference import accumulation_dtype
-from augtree_fx.transforms.context import Place, PromptKV, Shelf
+from augtree_fx.transforms.context import Place, PromptKV, Shelf, continued
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import Stage
 
@@ -33,6 +33,9 @@ class Forward(Protocol):
     """
 
     def __call__(self, nodes: IntArray, above: IntArray, prompts: Shelf | None, kept: Shelf | None) -> Any: ...
+
+
+Idle = Callable[[], Tensor]  # a forward of one token that nobody sees, ``[1, 1, hidden size]``
 
 
 class _Handle(torch.autograd.Function):
@@ -63,38 +66,70 @@ class _Run:
     """Outputs of the parts so far, and which nodes they are of."""
 
     forward: Forward
+    idle: Idle
     outputs: list[Any] = field(default_factory=list)
     nodes: list[IntArray] = field(default_factory=list)
+    unseen: list[Tensor] = field(default_factory=list)
 
-    def stage(self, plan: Stage, above: IntArray, prompts: Shelf | None) -> None:
-        if len(plan.nodes):
-            kept = Shelf()
-            outputs = self.forward(plan.nodes, above, prompts, kept)
-            refuse_cut_off(kept.items, outputs[0])
-            self._add(plan.nodes, outputs)
-            kept.full = True
-            outer = {} if prompts is None else prompts.items
-            prompts = Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
-            above = np.concatenate([above, plan.nodes])
-        for nodes in plan.waves:
-            self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))
-        for inner in plan.inner:
-            self.stage(inner, above, prompts)
+    def all(self, plan: Stage) -> None:
+        """Run the stages of a plan, depth first, each followed by its waves."""
+        frontier: list[tuple[Stage, IntArray, Shelf | None]] = [(plan, plan.nodes[:0], None)]
+        while frontier:
+            stage, above, prompts = frontier.pop()
+            if len(stage.nodes):
+                prompts = self._stage(stage.nodes, above, prompts)
+                above = np.concatenate([above, stage.nodes])
+            elif stage.idle:
+                self.unseen.append(self.idle())
+            for nodes in stage.waves:
+                if len(nodes):
+                    self._add(nodes, _checkpointed(partial(self.forward, nodes, above, prompts, None)))
+                else:
+                    self.unseen.append(_checkpointed(self.idle))
+            frontier += [(inner, above, prompts) for inner in reversed(stage.inner)]
+
+    def _stage(self, nodes: IntArray, above: IntArray, prompts: Shelf | None) -> Shelf:
+        kept = Shelf()
+        outputs = self.forward(nodes, above, prompts, kept)
+        refuse_cut_off(kept.items, outputs[0])
+        self._add(nodes, outputs)
+        kept.full = True
+        outer = {} if prompts is None else prompts.items
+        return Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
 
     def _add(self, nodes: IntArray, outputs: Any) -> None:
         self.nodes.append(nodes)
         self.outputs.append(outputs)
 
 
-def run_in_waves(plan: Stage, forward: Forward) -> tuple[Any, IntArray]:
+def run_in_waves(plan: Stage, forward: Forward, idle: Idle) -> tuple[Any, IntArray]:
     """Run all parts of a plan.
 
     Returns:
         The outputs as of one forward, and the node numbers in the order of its tokens.
     """
-    run = _Run(forward)
-    run.stage(plan, np.empty(0, dtype=np.int64), None)
-    return joined(run.outputs), np.concatenate(run.nodes)
+    run = _Run(forward, idle)
+    run.all(plan)
+    return _tied(joined(run.outputs), run.unseen), np.concatenate(run.nodes)
+
+
+def run_beside(outputs: Any, plan: Stage, idle: Idle) -> Any:
+    """What other ranks run in waves, after a forward of this rank that stands for the plan's root."""
+    run = _Run(lambda *_: outputs, idle)
+    run.all(replace(plan, nodes=plan.nodes[:0], idle=False))
+    return _tied(outputs, run.unseen)
+
+
+def _tied(outputs: Any, unseen: list[Tensor]) -> Any:
+    """Outputs whose backward also runs through tokens that nobody sees: none of them is joined on."""
+    if not unseen:
+        return outputs
+    hidden = outputs[0]
+    tied = torch.cat([hidden.flatten(0, -2), *(x[0, :0].to(hidden.device) for x in unseen)]).view_as(hidden)
+    if isinstance(outputs, tuple):
+        return tied, *outputs[1:]
+    outputs[next(iter(outputs))] = tied
+    return outputs
 
 
 def refuse_cut_off(kept: Mapping[Place, tuple[Tensor, Tensor]], hidden: Tensor) -> None:
@@ -129,11 +164,8 @@ def _checkpointed(function: Callable[[], Any]) -> Any:
 
 
 def _prompt_kv(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> PromptKV:
-    values = [x.detach() for x in own]
-    if outer is not None:
-        values = [torch.cat(pair) for pair in zip(outer[:2], values, strict=True)]
     outer_handles = (None, None) if outer is None else outer[2:]
-    return PromptKV(*values, *(_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True)))
+    return PromptKV(*continued(own, outer), *(_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True)))
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms.carrier import ContextMask, by_layer_type
-from augtree_fx.transforms.context import ReplayContext
+from augtree_fx.transforms.context import ReplayContext, Shelf
 from augtree_fx.transforms.embedded import TokenInputs
 from augtree_fx.transforms.in_waves import run_in_waves
 from augtree_fx.transforms.live import changed_sites
@@ -22,7 +22,7 @@ from augtree_fx.transforms.requests import refuse_columns
 from augtree_fx.transforms.skeleton import CONTEXT, MAPPING, MASK
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
-from augtree_fx.waves import Stage, part_of, token_index
+from augtree_fx.waves import Stage, idle_layout, part_of, token_index
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,23 @@ class Parts:
                 arguments = embedded_arguments(arguments, self.tokens, part_of(self.layout, nodes))
             return call_packed(stack, state.positions, original, self.extras | arguments)
 
-        outputs, nodes = run_in_waves(self.plan, forward)
+        outputs, nodes = run_in_waves(self.plan, forward, idle_forward(stack, state, original, self.layout.device))
         place = np.full(self.layout.num_tokens + 1, -1, dtype=np.int64)  # the last entry is for padding, -1
         place[token_index(self.layout, nodes)] = np.arange(self.layout.num_tokens)
         return outputs, torch.from_numpy(place[self.layout.packed_index]).to(self.layout.device)
+
+
+def idle_forward(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], device: torch.device
+) -> Callable[..., Tensor]:
+    """A forward of tokens that nobody sees, one by default: hidden states ``[1, tokens, hidden size]``."""
+
+    def forward(num_tokens: int = 1, kept: Shelf | None = None) -> Tensor:
+        layout = idle_layout(num_tokens, device)
+        context = replace(make_context(layout, state), kept=kept)
+        return call_packed(stack, state.positions, original, packed_arguments(stack, state, layout, context))[0]
+
+    return forward
 
 
 def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> ReplayContext:

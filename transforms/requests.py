@@ -42,7 +42,7 @@ def token_inputs(
     Raises:
         Unshared: it is not known what an argument says about a token.
     """
-    if not is_embedded(given) or _has_cache(given):
+    if not is_embedded(given) or has_cache(given):
         return given, None
     try:
         embedding: Any = stack.get_input_embeddings
@@ -69,7 +69,8 @@ def token_inputs(
     return given, tokens
 
 
-def _has_cache(given: Mapping[str, Any]) -> bool:
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Whether a KV cache is passed or wanted."""
     return bool(given.get("use_cache")) or any(given.get(name) is not None for name in CACHE_NAMES)
 
 
@@ -215,15 +216,8 @@ def _refuse(stack: nn.Module, state: StackState, given: Mapping[str, Any]) -> No
             f"the unmodified model leaves out the soft-cap of {capped[0]} under sdpa (transformers before 5.24); "
             "load it with attn_implementation='eager'"
         )
-    embeddings: Any = stack.get_input_embeddings
-    device = embeddings().weight.device
     ids = given.get("input_ids")
-    if ids is not None and ids.device != device and device.type != "meta":
-        raise ValueError(
-            f"input_ids are on {ids.device}, the model's embedding is on {device}; move them with .to(model.device)"
-        )
-    if stack.training:
-        refuse_noise(stack, state.sites, state.mixers)
+    _refuse_device_and_noise(stack, state, "input_ids are", None if ids is None else ids.device)
 
 
 def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> None:
@@ -245,10 +239,14 @@ def refuse_waves(stack: nn.Module, state: StackState, layout: TreeLayout) -> Non
             "prompts and branches would be scaled apart; run the batch in one forward"
         )
     refuse_columns(state, layout)
+    _refuse_device_and_noise(stack, state, "the layout is", layout.device)
+
+
+def _refuse_device_and_noise(stack: nn.Module, state: StackState, what: str, found: torch.device | None) -> None:
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device
-    if layout.device != device and device.type != "meta":
-        raise ValueError(f"the layout is on {layout.device}, the model's embedding is on {device}")
+    if found is not None and found != device and device.type != "meta":
+        raise ValueError(f"{what} on {found}, the model's embedding is on {device}; move to {device}")
     if stack.training:
         refuse_noise(stack, state.sites, state.mixers)
 

@@ -10,20 +10,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from augtree_fx.dtensor_ops.lanes import Lanes
 from augtree_fx.layout import TreeLayout
+from augtree_fx.lockstep import give_up, groups_of, pad_to_all
+from augtree_fx.memory import budget_bytes
 from augtree_fx.transforms import parallel
 from augtree_fx.transforms.context import GivenHidden, HiddenStates
-from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, pack_layout, show_rows
+from augtree_fx.transforms.footprint import Footprint, footprint
+from augtree_fx.transforms.in_waves import run_beside
+from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, idle_forward, pack_layout, show_rows
 from augtree_fx.transforms.positions import call_packed
-from augtree_fx.transforms.requests import PACKING, REPLACED, Unshared, decide, refuse_waves, token_inputs
+from augtree_fx.transforms.requests import PACKING, REPLACED, Unshared, decide, has_cache, refuse_waves, token_inputs
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.state import StackState
-from augtree_fx.waves import plan_waves
+from augtree_fx.transforms.wave_budget import (
+    FORWARD_SHARE,
+    Extent,
+    Surroundings,
+    choose_waves,
+    gathered_parameters,
+    missing_gradients,
+)
+from augtree_fx.waves import Stage, plan_waves
 
 logger = logging.getLogger("augtree_fx")
 
@@ -88,12 +101,14 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
         return call_packed(stack, state.positions, original, given)
-    packed = pack(stack, state, given)
-    if packed is None:
-        return original(stack, **given)
-    if packed.parts is not None:
+    packed, beside = pack(stack, state, original, given)
+    if packed is not None and packed.parts is not None:
         return _run_parts(stack, state, original, packed)
-    return packed.show(call_packed(stack, state.positions, original, packed.arguments))
+    if packed is None:
+        outputs = original(stack, **given)
+    else:
+        outputs = packed.show(call_packed(stack, state.positions, original, packed.arguments))
+    return outputs if beside is None else _run_beside(stack, state, original, outputs, beside)
 
 
 @torch.compiler.disable(recursive=False)
@@ -103,18 +118,50 @@ def _run_parts(stack: nn.Module, state: StackState, original: Callable[..., Any]
     return show_rows(outputs, index, packed.shape, packed.num_tokens)
 
 
+@torch.compiler.disable(recursive=False)
+def _run_beside(stack: nn.Module, state: StackState, original: Callable[..., Any], outputs: Any, plan: Stage) -> Any:
+    return run_beside(outputs, plan, idle_forward(stack, state, original, outputs[0].device))
+
+
 @torch.compiler.disable
-def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCall | None:
-    """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model."""
+def pack(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]
+) -> tuple[PackedCall | None, Stage | None]:
+    """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model.
+
+    Also what other ranks run in waves meanwhile, where that is more than this rank does.
+    """
     if state.lanes is not None:
-        return _pack_for_lanes(stack, state, state.lanes, given)
+        return _pack_for_lanes(stack, state, state.lanes, given), None
+    in_waves = (state.max_wave_tokens or state.memory) is not None and not has_cache(given)
+    groups = groups_of(stack) if in_waves else []
+    if groups and state.memory is not None:
+        _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
+    try:
+        packed = _pack(stack, state, original, given, groups)
+    except (ValueError, NotImplementedError):
+        give_up(groups)
+        raise
+    if not in_waves:
+        return packed, None
+    plan = Stage(np.zeros(1, dtype=np.int64)) if packed is None or packed.parts is None else packed.parts.plan
+    pad_to_all(plan, groups)
+    return packed, plan if plan.waves or plan.inner else None
+
+
+def _pack(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], groups: list[Any]
+) -> PackedCall | None:
     try:
         given, tokens = token_inputs(state, stack, given)
         layout = decide(stack, state, given, tokens)
     except Unshared as reason:
         _note(state, str(reason))
         return None
-    waves = state.max_wave_tokens is not None and _branch_tokens(layout) > state.max_wave_tokens
+    max_tokens = state.max_wave_tokens
+    if state.memory is not None:
+        max_tokens = _chosen(stack, state, original, layout, groups)
+    waves = max_tokens is not None and _branch_tokens(layout) > max_tokens
     if waves:
         try:
             refuse_waves(stack, state, layout)
@@ -127,7 +174,7 @@ def pack(stack: nn.Module, state: StackState, given: dict[str, Any]) -> PackedCa
     extras = {name: value for name, value in given.items() if name not in (*REPLACED, *PACKING)}
     if waves:
         index = torch.from_numpy(layout.packed_index)
-        plan = plan_waves(layout, state.max_wave_tokens)
+        plan = plan_waves(layout, max_tokens)
         state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())))
         parts = Parts(plan, layout, tokens, extras)
         return PackedCall({}, index, layout.shape, layout.num_tokens, parts)
@@ -146,6 +193,24 @@ def _pack_for_lanes(stack: nn.Module, state: StackState, lanes: Lanes, given: di
     state.num_shared += 1
     extras = {name: value for name, value in given.items() if name not in (*REPLACED, *PACKING)}
     return replace(call, arguments=extras | call.arguments)
+
+
+def _chosen(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], layout: TreeLayout, groups: list[Any]
+) -> int | None:
+    """Packed tokens of a wave in the budget of memory; ``None`` where all of them fit into one forward."""
+    assert state.memory is not None
+    memory = budget_bytes(state.memory, layout.device, FORWARD_SHARE)
+    seen = _footprint(stack, state, original)
+    outputs = int(2 * seen.hidden * (layout.num_tokens + len(layout.packed_index)))  # packed, in rows; gradients
+    around = Surroundings(missing_gradients(stack), gathered_parameters(stack, groups), outputs)
+    state.budget = choose_waves(memory, seen, Extent.of(layout), around, whole=True)
+    return state.budget.max_tokens
+
+
+def _footprint(stack: nn.Module, state: StackState, original: Callable[..., Any]) -> Footprint:
+    embeddings: Any = stack.get_input_embeddings
+    return footprint(stack, state, idle_forward(stack, state, original, embeddings().weight.device))
 
 
 def _branch_tokens(layout: TreeLayout) -> int:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from augtree_fx.costs import CostModel
 from augtree_fx.dtensor_ops.lanes import Lanes
+from augtree_fx.memory import Memory
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.counts import Counts
 from augtree_fx.transforms.positions import PositionRule
 from augtree_fx.transforms.recurrent import MixerSite
 from augtree_fx.transforms.torn import TornGroups
+
+if TYPE_CHECKING:  # they take a state
+    from augtree_fx.transforms.footprint import Footprint
+    from augtree_fx.transforms.wave_budget import WaveBudget
 
 
 @dataclass
@@ -36,6 +42,9 @@ class StackState:
         trained: tokens of forwards with gradients.
         scored: tokens of forwards without, such as old and reference log-probs.
         torn: looks for groups in different micro-batches.
+        memory: from which to choose that.
+        budget: the last choice.
+        footprints: bytes a token, by the way in which the stack is called.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -59,9 +68,16 @@ class StackState:
         """What the forward that runs now is counted in."""
         return self.trained if torch.is_grad_enabled() else self.scored
 
+    memory: Memory | None = None
+    budget: WaveBudget | None = None
+    footprints: dict[Hashable, Footprint] = field(default_factory=dict)
+
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
         sites = tuple(replace(site, graph=torch.fx.Graph()) for site in self.sites)
-        copied = {"sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False}
-        copied |= {"trained": replace(self.trained), "scored": replace(self.scored), "torn": self.torn.fresh()}
+        copied = {
+            "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False,
+            "footprints": {}, "trained": replace(self.trained), "scored": replace(self.scored),
+            "torn": self.torn.fresh(),
+        }  # fmt: skip
         return {**self.__dict__, **copied}
