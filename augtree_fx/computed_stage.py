@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.offload import Offload
 from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import Place, PromptKV, continued
@@ -31,6 +32,7 @@ class ComputedStage:
         again: computes ``hidden`` and ``kept`` anew, in a graph, where none was kept.
         in_step: whether its backward also runs where nothing came back, as those of other ranks do.
         offload: what keeps its activations on the host.
+        shards: which rank has which of its tokens, under context parallelism.
     """
 
     nodes: IntArray
@@ -45,6 +47,7 @@ class ComputedStage:
     again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
     in_step: bool = False
     offload: Offload | None = None
+    shards: Shards | None = None
 
     @property
     def has_handles(self) -> bool:

@@ -147,7 +147,7 @@ def _lanes(mesh: DeviceMesh, rows: str, schedule: str | None, choose: Choose | N
         raise ValueError(f"rows must be one of {', '.join(ROWS)}, got {rows!r}")
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    return Lanes(HostGroup(mesh.get_group()), rows, choose or partial(one_lane, schedule=schedule))
+    return Lanes(HostGroup(mesh.get_group()), rows, choose or partial(one_lane, schedule=schedule), schedule)
 
 
 def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -> PackedCall:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from augtree_fx.computed_stage import ComputedStage
+from augtree_fx.dtensor_ops.agreement import digest
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import pad_to_all
 from augtree_fx.memory import Memory, check_memory
@@ -28,6 +31,15 @@ from augtree_fx.wave import Wave
 from augtree_fx.waves import Stage, check_max_tokens, plan_waves
 
 ON_UNUSED = ("error", "skip")
+
+
+def _described(layout: TreeLayout, predictions: Predictions) -> dict[str, Any]:
+    """What ranks must agree on to compute one batch together."""
+    return {
+        "tokens": layout.num_tokens,
+        "token ids and tree": digest(layout.input_ids, layout.position_ids, layout.parent, layout.length),
+        "scored tokens": digest(predictions.row, predictions.index),
+    }
 
 
 def prefill(
@@ -47,7 +59,10 @@ def prefill(
     with the number of branches. Gradients are those of the whole batch in one forward, for any cut into waves. Those
     that parameters have on entering are added on leaving: clear them before the block. Under FSDP2 each wave is a
     forward and a backward of all ranks: a rank that has fewer gets empty ones, ``len(wave) == 0``, to be used alike.
-    Routers' auxiliary losses are not part of waves.
+    Routers' auxiliary losses are not part of waves. On a mesh (`transform` with ``mesh``) all ranks of the axis pass
+    the same layout, a wave is that of all of them, and each has the scored tokens that its own tokens predict: the sum
+    of losses over waves and ranks is the batch's, and so is the sum of parameters' gradients over ranks. Where those
+    are averaged (DDP, FSDP2), multiply each loss by the number of ranks.
 
     Args:
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
@@ -84,6 +99,8 @@ def prefill(
     check_max_tokens("max_wave_tokens", max_wave_tokens)
     check_memory(memory, max_wave_tokens)
     check_max_tokens("max_prompt_tokens", max_prompt_tokens)
+    if memory is not None and getattr(stack, STATE).lanes is not None:
+        raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
     if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
         raise NotImplementedError(
             f"{type(model).__name__} reads one token of each row; pass its decoder, model.base_model, and apply the "
@@ -129,6 +146,7 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
+            self._runner.agree("a prefill", _described(self.layout, self._predictions))
             if self._memory is not None:
                 self._max_wave_tokens = self._runner.wave_tokens(self._memory)
             plan = Stage(self._prompts)
@@ -159,6 +177,8 @@ class Tree:
                 else "tree.waves() was called already; waves of one tree are taken once"
             )
         plan = plan_waves(self.layout, self._max_wave_tokens if max_tokens is None else max_tokens, self._chunks)
+        sizes = [len(self._runner.tokens_of(nodes)) for nodes in plan.walk()]
+        self._runner.agree("the cut into waves", {"waves": len(sizes), "tokens of waves": sizes[:8]})
         self._state = "started"
         self._leave_out_what_is_not_scored(plan)
         pad_to_all(plan, self._runner.groups)
@@ -205,17 +225,21 @@ class Tree:
 
     def _own_wave(self, stage: ComputedStage) -> Wave:
         """What is scored inside of a stage itself."""
-        chosen = self._predictions.inside(stage.tokens)
-        if not len(chosen):
+        predictions = self._here(stage.tokens, stage, stage.tokens[:0])
+        if not len(predictions.row):
             return self._empty(torch.zeros_like(stage.hidden[:0], requires_grad=self._runner.with_grad))
-        return Wave(self._runner, self._predictions.take(chosen), stage.path(), None)
+        return Wave(self._runner, predictions, stage.path(), None)
 
     def _branches(self, stage: ComputedStage, nodes: IntArray) -> Wave:
-        tokens = self._runner.tokens_of(nodes)
-        hidden = self._runner.forward(nodes, stage)
-        return Wave(
-            self._runner, self._predictions.take(self._predictions.inside(tokens)), stage.path(), (tokens, hidden)
-        )
+        part = self._runner.forward(nodes, stage)
+        predictions = self._here(self._runner.tokens_of(nodes), stage, part.tokens)
+        return Wave(self._runner, predictions, stage.path(), (part.tokens, part.hidden))
+
+    def _here(self, targets: IntArray, stage: ComputedStage, computed: IntArray) -> Predictions:
+        """Predictions of some tokens that this rank makes: without a mesh, all of them."""
+        held = np.concatenate([computed, *(each.sources for each in stage.path())])
+        chosen = self._predictions.inside(targets)
+        return self._predictions.take(chosen[np.isin(self._predictions.source[chosen], held)])
 
     def _empty(self, hidden: Tensor) -> Wave:
         """A wave of no token, whose backward runs through some hidden states as those of other ranks do."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.computed_stage import ComputedStage, leaves_of, watched
+from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import groups_of, smallest
 from augtree_fx.memory import Memory, budget_bytes
@@ -22,6 +23,7 @@ from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, Shel
 from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.packing import make_context, packed_arguments
+from augtree_fx.transforms.parallel import wave_arguments
 from augtree_fx.transforms.requests import refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT, named_layers
 from augtree_fx.transforms.state import StackState
@@ -43,6 +45,27 @@ HEAD_COPIES = 5
 
 # What becomes of a stage's activations until its backward: kept, computed again, or in pinned memory of the host.
 DORMANT = ("keep", "recompute", "offload")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Hidden states of some tokens: all of some nodes', or this rank's of them under a mesh.
+
+    Attributes:
+        tokens: ``[n]`` packed tokens, in any order.
+        hidden: ``[n, hidden size]``.
+        shards: which rank has which of them.
+    """
+
+    tokens: IntArray
+    hidden: Tensor
+    shards: Shards | None = None
+
+    def pick(self, tokens: IntArray) -> Tensor:
+        """Hidden states of some of the tokens."""
+        order = np.argsort(self.tokens, kind="stable")
+        index = order[np.searchsorted(self.tokens, tokens, sorter=order)]
+        return self.hidden[torch.from_numpy(index).to(self.hidden.device)]
 
 
 @dataclass(eq=False)
@@ -158,8 +181,8 @@ class StageRunner:
         """Packed tokens of nodes."""
         return token_index(self.layout, nodes)
 
-    def forward(self, nodes: IntArray, stage: ComputedStage | None, kept: Shelf | None = None) -> Tensor:
-        """Hidden states ``[tokens, hidden size]`` of nodes below a stage; K and V of their tokens go on a shelf."""
+    def forward(self, nodes: IntArray, stage: ComputedStage | None, kept: Shelf | None = None) -> Part:
+        """Compute nodes below a stage; K and V of their tokens, of this rank's under a mesh, go on a shelf."""
         if stage is None:
             self._entered = self._autocast()
         elif len(stage.nodes) and self._autocast() != self._entered and stage.again is None:
@@ -167,7 +190,17 @@ class StageRunner:
         above = stage.nodes if stage is not None else np.empty(0, dtype=np.int64)
         part = part_of(self.layout, np.concatenate([above, nodes]))
         prompts = Shelf(stage.prompts) if stage is not None and len(above) else None
-        return self._run(part, len(above), prompts, kept)
+        lanes = self.state.lanes
+        if lanes is None:
+            return Part(self.tokens_of(nodes), self._run(part, len(above), prompts, kept))
+        path = () if stage is None else tuple(each.shards for each in stage.path()[::-1] if each.shards is not None)
+        shards = Shards.of(part, lanes.num_ranks, min_chunk_tokens=lanes.min_chunk_tokens, above=path)
+        arguments = wave_arguments(self.stack, self.state, lanes, shards, prompts, kept)
+        hidden = self._call(arguments, kept)
+        tokens = shards.tokens(lanes.host.rank)
+        number = int((tokens >= 0).sum())  # padding is at the end
+        everywhere = np.concatenate([self.tokens_of(above), self.tokens_of(nodes)])
+        return Part(everywhere[tokens[:number]], hidden[:number], shards)
 
     def idle(self, num_tokens: int = 1, kept: Shelf | None = None) -> Tensor:
         """Hidden states ``[num_tokens, hidden size]`` of tokens that nobody sees."""
@@ -175,8 +208,10 @@ class StageRunner:
 
     def _run(self, part: TreeLayout, first_node: int, prompts: Shelf | None, kept: Shelf | None) -> Tensor:
         context = replace(make_context(part, self.state, first_node), prompts=prompts, kept=kept)
-        arguments = packed_arguments(self.stack, self.state, part, context, first_node)
-        hidden = HiddenStates(context)
+        return self._call(packed_arguments(self.stack, self.state, part, context, first_node), kept)
+
+    def _call(self, arguments: dict[str, Any], kept: Shelf | None) -> Tensor:
+        hidden = HiddenStates(arguments[CONTEXT])
         self.model(**{**arguments, CONTEXT: hidden})
         if kept is not None:
             kept.full = True
@@ -185,6 +220,11 @@ class StageRunner:
         if self._sharded and found.requires_grad:
             found.register_hook(lambda _: _gather_parameters(self._sharded))
         return found[0]
+
+    def agree(self, what: str, described: dict[str, Any]) -> None:
+        """Under a mesh: raise RuntimeError unless all ranks say the same."""
+        if self.state.lanes is not None:
+            self.state.lanes.host.agree(what, described)
 
     def compute(
         self, nodes: IntArray, above: ComputedStage | None, predictions: Predictions, *, idle: bool = False
@@ -205,14 +245,15 @@ class StageRunner:
         if not len(nodes) and not idle:
             nothing = torch.empty(0)
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
-        sources = predictions.sources_among(tokens)
+        computed: list[Part] = []  # the same ones when it is computed again
 
         def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
             if idle:
                 return self.idle()[:0], {}
-            hidden = self.forward(nodes, above, kept)
-            refuse_cut_off(kept.items, hidden)
-            return hidden[torch.from_numpy(np.searchsorted(tokens, sources)).to(hidden.device)], kept.items
+            part = self.forward(nodes, above, kept)
+            refuse_cut_off(kept.items, part.hidden)
+            computed[:] = [replace(part, hidden=part.hidden[:0])]
+            return part.pick(predictions.sources_among(part.tokens)), kept.items
 
         recompute = self.dormant == "recompute" and self.with_grad
         shelf = Shelf()
@@ -226,9 +267,11 @@ class StageRunner:
             above.lie_in(prompts)
         arrivals = watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
         own = {} if recompute else kept
+        sources = predictions.sources_among(computed[0].tokens if computed else tokens[:0])
         stage = ComputedStage(
             np.concatenate([outer, nodes]), tokens, above, prompts, own, sources, picked, leaf, arrivals,
-            in_step=bool(self.groups), offload=offload,
+            in_step=bool(self.groups) or self.state.lanes is not None, offload=offload,
+            shards=computed[0].shards if computed else None,
         )  # fmt: skip
         if recompute:
             autocast = self._autocast()

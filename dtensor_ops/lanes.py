@@ -12,11 +12,14 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from augtree_fx.dtensor_ops.agreement import TIMEOUT, HostGroup
-from augtree_fx.dtensor_ops.attention import GATHER_KV, ROTATE_KV, SCHEDULES
+from augtree_fx.dtensor_ops.attention import GATHER_KV, MOVE_Q, ROTATE_KV, SCHEDULES
 from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, Shards
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
 
+# Moving queries sends fewer bytes when response tokens are fewer than this, times key heads over query heads, times
+# prompt tokens: bfloat16 payload, float32 gradients of keys, to first order, without what overlaps with arithmetic.
+BREAK_EVEN = 1.14
 # Prompt tokens up to which all keys are gathered at once: one transfer instead of a step for each rank, 12% faster at
 # 16k tokens on two H200 (2026-11-30), the same from 32k on, where only memory is left to tell them apart.
 GATHER_TOKENS = 32_768
@@ -62,6 +65,17 @@ def one_pass_schedule(layout: TreeLayout) -> str:
     return GATHER_KV if int(layout.length[read].sum()) <= GATHER_TOKENS else ROTATE_KV
 
 
+def wave_schedule(num_keys: int, num_queries: int, kv_share: float) -> str:
+    """Who moves for a wave of responses on prompts that were computed before: whichever sends fewer bytes.
+
+    Args:
+        num_keys: tokens of the prompts.
+        num_queries: tokens of the wave.
+        kv_share: key heads over query heads.
+    """
+    return MOVE_Q if num_queries < BREAK_EVEN * kv_share * num_keys else ROTATE_KV
+
+
 @dataclass(frozen=True, eq=False)
 class LanePart:
     """What a rank computes of a batch.
@@ -99,12 +113,14 @@ class Lanes:
         host: the ranks.
         rows: ``"replicated"``, every rank passes the same rows, or ``"pooled"``, each passes its own.
         choose: gives a batch's tree to lanes.
+        schedule: who moves in waves; ``None`` for `wave_schedule`.
         min_chunk_tokens: see `Shards.of`.
     """
 
     host: HostGroup
     rows: str
     choose: Choose
+    schedule: str | None = None
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
 
@@ -189,4 +205,4 @@ def lanes_of(
     timeout: timedelta = TIMEOUT,
 ) -> Lanes:
     """Lanes of a mesh axis; every rank of its group calls it at the same time."""
-    return Lanes(HostGroup(group, timeout), rows, choose, min_chunk_tokens)
+    return Lanes(HostGroup(group, timeout), rows, choose, min_chunk_tokens=min_chunk_tokens)

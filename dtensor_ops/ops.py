@@ -220,3 +220,25 @@ torch.library.register_autograd(
     lambda ctx, grad: (torch.ops.augtree.gather_shares(grad, ctx.group), None),
     setup_context=_save_group,
 )
+
+
+# Keys of a wave after those of the nodes above, which carry no gradient themselves: their handle does, see `PromptKV`.
+def _join(above: Tensor, handle: Tensor, own: Tensor) -> Tensor:
+    return torch.cat([above, own])
+
+
+def _join_fake(above: Tensor, handle: Tensor, own: Tensor) -> Tensor:
+    return own.new_empty(above.shape[0] + own.shape[0], *own.shape[1:])
+
+
+def _save_join(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.num_above = inputs[0].shape[0]
+
+
+def _join_grad(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+    above = grad[: ctx.num_above].to(accumulation_dtype(grad.dtype), copy=True)  # a view would keep the wave's
+    return None, above, grad[ctx.num_above :].clone()
+
+
+define("join_keys", "(Tensor above, Tensor handle, Tensor own) -> Tensor", _join, _join_fake)
+torch.library.register_autograd("augtree::join_keys", _join_grad, setup_context=_save_join)

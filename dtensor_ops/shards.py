@@ -27,7 +27,8 @@ _UNEVEN = 1.05
 class Shards:
     """Tokens of a tree, cut into fragments that each lie on one rank.
 
-    Fragments are sorted by rank, and by their place on it. Arrays are ``[fragments]`` int64.
+    Fragments are those of the tree's own nodes, sorted by rank and by their place on it; nodes before them were given
+    to ranks earlier, and their keys lie before the own ones on every rank. Arrays are ``[fragments]`` int64.
 
     Attributes:
         layout: the tree.
@@ -39,7 +40,8 @@ class Shards:
         rank: where it lies.
         kind: 0 for level 0 and read by other ranks, 1 for deeper levels read by others, 2 for queries of deeper levels
             that read others' keys, 3 for the rest.
-        share: tokens of every rank, padding included: at least the most that one has, and at least 1.
+        share: own tokens of every rank, padding included: at least the most that one has, and at least 1.
+        above: shards of the nodes before the own ones, each on top of those before it.
     """
 
     layout: TreeLayout
@@ -51,32 +53,54 @@ class Shards:
     rank: IntArray
     kind: IntArray
     share: int
+    above: tuple[Shards, ...] = ()
 
     @staticmethod
-    def of(layout: TreeLayout, num_ranks: int, *, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> Shards:
+    def of(
+        layout: TreeLayout,
+        num_ranks: int,
+        *,
+        min_chunk_tokens: int = MIN_CHUNK_TOKENS,
+        above: tuple[Shards, ...] = (),
+    ) -> Shards:
         """Cut a tree and give its parts to ranks; every rank that asks gets the same answer.
 
         Args:
             layout: the tree.
             num_ranks: ranks that share it, at least 1.
             min_chunk_tokens: shorter chunks are not cut off.
+            above: shards of its first nodes, whose keys are there; in node numbers of this tree.
 
         Raises:
             ValueError: ``num_ranks`` or ``min_chunk_tokens`` is below 1.
         """
         if num_ranks < 1 or min_chunk_tokens < 1:
             raise ValueError(f"ranks and tokens of a chunk must be at least 1, got {num_ranks} and {min_chunk_tokens}")
-        bounds, ranks = _cut(layout, num_ranks, min_chunk_tokens)
-        pieces = [(node, piece) for node in range(layout.num_nodes) for piece in range(len(ranks[node]))]
+        before = sum(shards.num_nodes for shards in above)
+        bounds, ranks = _cut(layout, num_ranks, min_chunk_tokens, before)
+        for shards in above:
+            for number, owner in zip(shards.node.tolist(), shards.rank.tolist(), strict=True):
+                ranks[number].append(owner)
+        pieces = [(node, piece) for node in range(before, layout.num_nodes) for piece in range(len(ranks[node]))]
         node, piece = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
         begin = np.array([bounds[n][p] for n, p in pieces], dtype=np.int64)
         end = np.array([bounds[n][p + 1] for n, p in pieces], dtype=np.int64)
         rank = np.array([ranks[n][p] for n, p in pieces], dtype=np.int64)
         kind = _kinds(layout, node, rank, ranks)
         order = np.lexsort((node, piece, layout.level[node], kind, rank))
-        arrays = (x[order] for x in (node, begin, end - begin, piece, rank, kind))
-        most = np.bincount(rank, end - begin, num_ranks).max()
-        return Shards(layout, num_ranks, *arrays, share=max(int(most), 1))
+        node, begin, length, piece, rank, kind = (x[order] for x in (node, begin, end - begin, piece, rank, kind))
+        most = np.bincount(rank, length, num_ranks).max()
+        return Shards(layout, num_ranks, node, begin, length, piece, rank, kind, max(int(most), 1), above)
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Own nodes."""
+        return len(np.unique(self.node))
+
+    @cached_property
+    def base(self) -> int:
+        """Keys of the nodes above on every rank, padding included."""
+        return sum(shards.share for shards in self.above)
 
     @cached_property
     def first(self) -> IntArray:
@@ -110,17 +134,33 @@ class Shards:
 
     @cached_property
     def slot(self) -> IntArray:
-        """``[packed tokens]`` where each token lies in the shares of all ranks, one after another."""
-        found = np.empty(self.layout.num_tokens, dtype=np.int64)
+        """``[packed tokens]`` where own tokens lie in the shares of all ranks, one after another; -1 for others."""
+        found = np.full(self.layout.num_tokens, -1, dtype=np.int64)
         for rank in range(self.num_ranks):
             tokens = self.tokens(rank)
             here = np.flatnonzero(tokens >= 0)
             found[tokens[here]] = rank * self.share + here
         return found
 
+    @cached_property
+    def keys(self) -> tuple[IntArray, IntArray]:
+        """``[packed tokens]`` the rank of each token's key, and its place among all keys there."""
+        rank, place = (np.full(self.layout.num_tokens, -1, dtype=np.int64) for _ in range(2))
+        base = 0
+        for shards in (*self.above, self):
+            for number in range(len(shards.node)):
+                first = int(self.layout.offset[shards.node[number]] + shards.begin[number])
+                tokens = slice(first, first + int(shards.length[number]))
+                rank[tokens] = shards.rank[number]
+                place[tokens] = np.arange(int(shards.length[number])) + base + int(shards.place[number])
+            base += shards.share
+        return rank, place
 
-def _cut(layout: TreeLayout, num_ranks: int, min_chunk: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Per node the bounds of its pieces, and the rank of each."""
+
+def _cut(
+    layout: TreeLayout, num_ranks: int, min_chunk: int, first_node: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Per node from ``first_node`` on the bounds of its pieces, and the rank of each."""
     num_chunks = 2 * num_ranks
     zigzag = [min(chunk, num_chunks - 1 - chunk) for chunk in range(num_chunks)]
     load = np.zeros(num_ranks, dtype=np.int64)
@@ -138,12 +178,13 @@ def _cut(layout: TreeLayout, num_ranks: int, min_chunk: int) -> tuple[list[list[
     def put_whole(node: int) -> None:
         put(node, [0, int(layout.length[node])], [int(load.argmin())])
 
-    divisible = (num_ranks > 1) & (layout.length >= num_chunks * min_chunk)
+    own = np.arange(layout.num_nodes) >= first_node
+    divisible = (num_ranks > 1) & (layout.length >= num_chunks * min_chunk) & own
     has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
     for node in np.flatnonzero(has_branches & divisible).tolist():
         put_in_chunks(node)
-    most = _UNEVEN * layout.num_tokens / num_ranks
-    rest = np.flatnonzero(~(has_branches & divisible))
+    most = _UNEVEN * int(layout.length[own].sum()) / num_ranks
+    rest = np.flatnonzero(own & ~(has_branches & divisible))
     for node in rest[np.argsort(-layout.length[rest], kind="stable")].tolist():
         if divisible[node] and load.min() + layout.length[node] > most:
             put_in_chunks(node)

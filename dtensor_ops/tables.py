@@ -40,8 +40,8 @@ class Sizes:
     """Tokens that move, equally many from every rank: the most that any has.
 
     Attributes:
-        keys: keys that other ranks read, the first ones of a share.
-        prompt_keys: those of level 0 among them.
+        keys: keys that other ranks read, the first ones of a rank.
+        prompt_keys: as many of them as own queries of level 0 read.
         queries: queries of deeper levels that read others' keys.
         first_query: the first of them on this rank.
         own_queries: how many this rank has.
@@ -59,7 +59,7 @@ class Reached:
     """Calls of layers whose queries see the end of their path, or a chunk of it.
 
     Attributes:
-        tables: with ``kv_index`` into a rank's own keys and, after them, those that it is sent.
+        tables: with ``kv_index`` into a rank's own keys (those of the nodes above first) and then those it is sent.
         sent: ``[n]`` places of the keys that this rank sends, by receiver.
         num_sent, num_received: ``[ranks]`` int64 on the host, keys to and from each rank.
     """
@@ -75,9 +75,13 @@ class Paths:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        self._fragments: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, key in enumerate(zip(shards.node.tolist(), shards.rank.tolist(), strict=True)):
-            self._fragments[key].append(number)
+        self._fragments: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        base = 0
+        for each in (*shards.above, shards):
+            fragments = (each.node, each.rank, each.piece, each.place + base, each.length)
+            for node, rank, piece, place, length in zip(*(x.tolist() for x in fragments), strict=True):
+                self._fragments[node, rank].append((piece, place, place + length))
+            base += each.share
         self._paths: dict[tuple[int, int], list[Interval]] = {}
 
     def above(self, node: int, rank: int) -> list[Interval]:
@@ -96,11 +100,8 @@ class Paths:
         return _joined(self.above(node, rank) + self._intervals(node, rank, piece)) if piece else self.above(node, rank)
 
     def _intervals(self, node: int, rank: int, before: int | None) -> list[Interval]:
-        return [
-            (int(self.shards.place[number]), int(self.shards.place[number] + self.shards.length[number]))
-            for number in self._fragments.get((node, rank), ())
-            if before is None or self.shards.piece[number] < before
-        ]
+        found = self._fragments.get((node, rank), ())
+        return [(begin, end) for piece, begin, end in found if before is None or piece < before]
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
@@ -124,7 +125,7 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
         return tables_of(_calls(paths, fragments, keys, first), device, None)
 
     own = [
-        Segment(begin, end, begin, end)
+        Segment(begin, end, shards.base + begin, shards.base + end)
         for begin, end in zip(shards.place[mine], shards.place[mine] + shards.length[mine], strict=True)
     ]
     first_query = shards.num_of_kinds(0)
@@ -138,8 +139,8 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
             tables(moving, rank, int(first_query[other])) for moving, other in zip(visiting, others, strict=True)
         ),
         sizes=Sizes(
-            keys=int(shards.num_of_kinds(0, 1).max()),
-            prompt_keys=int(first_query.max()),
+            keys=shards.base + int(shards.num_of_kinds(0, 1).max()),
+            prompt_keys=shards.base + int(first_query.max()) if first_query.any() else 0,
             queries=int(queries.max()),
             first_query=int(first_query[rank]),
             own_queries=int(queries[rank]),
@@ -176,12 +177,12 @@ def reached(shards: Shards, rank: int, span: Span) -> Reached:
             segments.append(Segment(place + begin, place + end, num_keys, num_keys + len(keys)))
             num_keys += len(keys)
     needed = [_needed(shards, other, span) for other in range(shards.num_ranks)]
-    owner, local = np.divmod(shards.slot, shards.share)
+    owner, local = shards.keys
     received = needed[rank]
     arrival = np.full(shards.layout.num_tokens, -1, dtype=np.int64)
     arrival[received] = np.arange(len(received))
     tokens = np.concatenate(index) if index else np.empty(0, dtype=np.int64)
-    places = np.where(owner[tokens] == rank, local[tokens], shards.share + arrival[tokens])
+    places = np.where(owner[tokens] == rank, local[tokens], shards.base + shards.share + arrival[tokens])
     sent = [tokens[owner[tokens] == rank] for tokens in needed]
     device = shards.layout.device
     return Reached(
@@ -220,6 +221,6 @@ def _needed(shards: Shards, rank: int, span: Span) -> IntArray:
     """Packed tokens of other ranks that a rank's queries reach, by their owner, each once."""
     keys = [keys for number in shards.fragments(rank) for _, _, keys in _reaches(shards, number, span)]
     tokens = np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
-    owner = shards.slot[tokens] // shards.share
+    owner = shards.keys[0][tokens]
     tokens, owner = tokens[owner != rank], owner[owner != rank]
     return tokens[np.argsort(owner, kind="stable")]

@@ -167,3 +167,34 @@ def layout_errors(schedule: str) -> dict[str, float]:
     assert outputs.logits.shape[1] < layout.num_tokens or distributed.get_world_size() == 1
     logits = batch.rows_of(packed.show(outputs).logits)
     return families.errors(averaged(families.result_of(model, logits, batch)), truth)
+
+
+def wave_errors(
+    name: str, depth: int, max_tokens: int, schedule: str | None = None, **options: Any
+) -> dict[str, float]:
+    """Waves of all ranks together: every rank has the loss of what its tokens predict, so gradients are summed."""
+    plain, batch, truth = model_and_truth(name, depth, "right")
+    model = parallel_model(plain, schedule=schedule)
+    layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    generator = torch.Generator().manual_seed(7)  # as `families.objective` draws
+    advantages = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
+    for row, tokens in enumerate(batch.tokens):
+        advantages[row, 1 : len(tokens)] = torch.randn(len(tokens) - 1, generator=generator, dtype=torch.float64)
+    seen = torch.zeros(batch.input_ids.shape)
+    with (
+        families.KeepFloat64(),
+        augtree_fx.prefill(
+            model, layout, max_wave_tokens=max_tokens, scored=torch.ones_like(batch.input_ids), **options
+        ) as tree,
+    ):
+        for wave in tree.waves():
+            (-(advantages[wave.row, wave.index] * wave.logprobs()).sum()).backward()
+            seen[wave.row, wave.index] += 1
+    distributed.all_reduce(seen)
+    expected = batch.attention_mask.clone()
+    expected[:, 0] = 0
+    assert torch.equal(seen.long(), expected), "every token is scored on one rank"
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+    for gradient in gradients.values():
+        distributed.all_reduce(gradient)
+    return families.errors(families.Result(truth.logits, gradients), truth)

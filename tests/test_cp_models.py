@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cp_workers import halves, layout_errors, model_errors, pooled_errors, sharded_errors
+from cp_workers import halves, layout_errors, model_errors, pooled_errors, sharded_errors, wave_errors
 from ranks import Ranks
 
 from augtree_fx.dtensor_ops.attention import SCHEDULES
@@ -65,3 +65,22 @@ def test_fsdp2_over_the_same_ranks(ranks: Ranks, rows: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_explicit_layout(ranks: Ranks, schedule: str) -> None:
     run(ranks, layout_errors, schedule)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, None])
+@pytest.mark.parametrize(("depth", "max_tokens"), [(2, 9), (3, 12), (3, 1000)])
+def test_waves(ranks: Ranks, schedule: str | None, depth: int, max_tokens: int) -> None:
+    run(ranks, wave_errors, "llama", depth, max_tokens, schedule)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "deepseek_v3"])
+def test_waves_of_families(ranks: Ranks, name: str) -> None:
+    run(ranks, wave_errors, name, 3, 12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_prompt_tokens": 4}, {"max_prompt_tokens": 5, "activations": "recompute"}],
+)
+def test_waves_on_prompts_in_chunks(ranks: Ranks, options: dict[str, object]) -> None:
+    run(ranks, wave_errors, "llama", 3, 12, **options)

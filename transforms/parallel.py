@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from augtree_fx.dtensor_ops.agreement import digest
-from augtree_fx.dtensor_ops.lanes import LanePart, Lanes
+from augtree_fx.dtensor_ops.lanes import LanePart, Lanes, one_pass_schedule, wave_schedule
+from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.site import LaneTables
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import HostRows
-from augtree_fx.transforms.context import ReplayContext
+from augtree_fx.transforms.context import ReplayContext, Shelf
 from augtree_fx.transforms.packing import PackedCall, carrying_mask, check_sites
 from augtree_fx.transforms.path_rows import columns
 from augtree_fx.transforms.requests import Unshared, costs_of, read_rows, refuse_waves
@@ -117,26 +118,54 @@ def _packed_call(
     refuse_waves(stack, state, part.layout)
     if lanes.rows == "pooled" and any(site.counts for site in state.sites):
         raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")
+    arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group)
+    index_there = torch.from_numpy(index).to(part.layout.device)
+    return PackedCall(arguments, index_there, shape, part.share, group=lanes.group)
+
+
+def wave_arguments(
+    stack: nn.Module, state: StackState, lanes: Lanes, shards: Shards, prompts: Shelf | None, kept: Shelf | None
+) -> dict[str, Any]:
+    """Keywords of the stack's forward for a rank's share of a stage or a wave, all ranks being one lane.
+
+    Args:
+        shards: of its nodes, on top of the stages above.
+        prompts, kept: see `ReplayContext`; K and V of this rank's shares.
+    """
+    config: Any = stack.config
+    heads = config.num_attention_heads
+    kv_share = (getattr(config, "num_key_value_heads", None) or heads) / heads
+    schedule = lanes.schedule
+    if schedule is None and shards.above:
+        first = int(shards.layout.offset[sum(each.num_nodes for each in shards.above)])
+        schedule = wave_schedule(first, shards.layout.num_tokens - first, kv_share)
+    schedule = schedule or one_pass_schedule(shards.layout)
+    return local_arguments(stack, state, shards, lanes.host.rank, schedule, lanes.group, prompts, kept)
+
+
+def local_arguments(
+    stack: nn.Module, state: StackState, shards: Shards, rank: int, schedule: str, group: str,
+    prompts: Shelf | None = None, kept: Shelf | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Keywords of the stack's forward for the share of a rank of a lane."""
     check_sites(stack, state)
-    layout, device = part.layout, part.layout.device
-    tokens = part.tokens()
-    ids, positions = (
-        torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens)))[None].to(device, non_blocking=True)
-        for x in (layout.input_ids, layout.position_ids)
+    layout, device, tokens = shards.layout, shards.layout.device, shards.tokens(rank)
+    counts = any(site.counts for site in state.sites)
+    ids, positions, counted = (
+        torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens))).to(device, non_blocking=True)
+        for x in (layout.input_ids, layout.position_ids, columns(layout))
     )
-    counted = None
-    if any(site.counts for site in state.sites):
-        counted = torch.from_numpy(np.where(tokens < 0, 0, _taken(columns(layout), tokens))).to(device)
-    tables = LaneTables.of(part.shards, part.rank, {site.span for site in state.sites}, part.schedule, part.group)
-    context = ReplayContext({}, False, state.kernel, counted, lane=tables)
-    arguments = {
-        "input_ids": ids,
+    tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group)
+    context = ReplayContext(
+        {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables
+    )
+    return {
+        "input_ids": ids[None],
         "attention_mask": carrying_mask(stack, state, context, device),
-        "position_ids": positions,
+        "position_ids": positions[None],
         "use_cache": False,
         CONTEXT: context,
     }
-    return PackedCall(arguments, torch.from_numpy(index).to(device), shape, part.share, group=lanes.group)
 
 
 def _taken(values: IntArray, tokens: IntArray) -> IntArray:

@@ -53,6 +53,10 @@ def tree_attention(
         context.kept.setdefault(place, (k, v))  # what a checkpointed layer computes again is not kept again
     span = window if chunk is None else Chunks(chunk)
     if context.lane is not None:
+        if context.prompts is not None:
+            prompts = context.prompts[place]
+            k = torch.ops.augtree.join_keys(prompts.k, prompts.k_handle, k)
+            v = torch.ops.augtree.join_keys(prompts.v, prompts.v_handle, v)
         out, _ = attend(q, k, v, context.lane, span, s_aux, scale, softcap, context.kernel)
         return out[None]
     tables = context.tables[span]
