@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 TIMEOUT = timedelta(minutes=5)  # a rank may still be busy with its reward model, or compile a kernel
 
 
-_LATE = "augtree_fx/late"  # where the first rank says who did not come
-_TOLD = timedelta(seconds=3)  # it gives up and says so at once
+_TOLD = timedelta(seconds=3)  # until others hear from the first rank who did not come; it says so at once
 
 
 class HostGroup:
@@ -56,13 +55,13 @@ class HostGroup:
 
     def _missing(self, error: RuntimeError) -> str:
         """Who did not come. Only the first rank is told, and tells the others, which hear that it gave up."""
-        store = self._host.get_group_store()
+        store, key = distributed.distributed_c10d._get_default_store(), f"augtree_fx/late/{self._host.group_name}"
         late = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
         if self.rank == 0 and late:
-            store.set(_LATE, ", ".join(str(self.ranks[int(number)]) for number in late[1].split(",")))
+            store.set(key, ", ".join(str(self.ranks[int(number)]) for number in late[1].split(",")))
         try:
-            store.wait([_LATE], _TOLD)
-            return f"rank {store.get(_LATE).decode()}"
+            store.wait([key], _TOLD)
+            return f"rank {store.get(key).decode()}"
         except RuntimeError:
             return f"rank {self.ranks[0]}" if self.rank else "another rank"
 

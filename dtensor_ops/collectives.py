@@ -69,7 +69,8 @@ def _others(group: ProcessGroup) -> list[int]:
 
 def group_of(name: str) -> ProcessGroup:
     """The process group of a name, which is what an op is given."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
+    known: Any = name  # torch has a type of its own for names
+    return torch._C._distributed_c10d._resolve_process_group(known)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

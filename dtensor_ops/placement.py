@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
-
-from augtree_fx.dtensor_ops import partials  # noqa: F401  (registers the ops)
 
 
 class PartialSoftmax(Partial):
@@ -123,5 +122,6 @@ def unpack_partials(packed: DTensor, dtype: torch.dtype | None = None) -> tuple[
             f"partials must be merged before they are read, got placements {packed.placements}; "
             "redistribute(placements=[Shard(0)]) first"
         )
-    out, lse = packed[..., :-1], packed[..., -1].T
+    merged: Any = packed  # indexing is annotated as that of tensors
+    out, lse = merged[..., :-1], merged[..., -1].T
     return out if dtype is None else out.to(dtype), lse

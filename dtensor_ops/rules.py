@@ -41,10 +41,9 @@ def _attention(cls: type, op: Any, types: Sequence[type], args: tuple[Any, ...],
     where |= dict.fromkeys(_TABLES, _placed(mesh, [], 0))
     results = op(**{name: _local(x, mesh, where[name]) if name in where else x for name, x in given.items()})
     if "dout" in given:
-        gradients = [_like(x, given[name], mesh, computed[1]) for x, name in zip(results, "qkv", strict=False)]
-        return *gradients, results[3] if given["sinks"] is None else _like(
-            results[3], given["sinks"], mesh, computed[0]
-        )
+        *gradients, dsinks = results
+        gradients = [_like(x, given[name], mesh, computed[1]) for x, name in zip(gradients, "qkv", strict=True)]
+        return *gradients, dsinks if given["sinks"] is None else _like(dsinks, given["sinks"], mesh, computed[0])
     kept = _tokens_or_heads(q)
     out = _result(results[0], torch.Size([*q.shape[:2], v.shape[2]]), mesh, computed[1], kept)
     return out, _result(results[1], torch.Size([q.shape[1], q.shape[0]]), mesh, computed[0], _swapped(kept))
@@ -55,34 +54,26 @@ def _merge(cls: type, op: Any, types: Sequence[type], args: tuple[Any, ...], kwa
     """Merging, forward or backward, which is done where tokens and heads are."""
     given = _by_name(op, args, kwargs)
     outs, lses, sinks = (given[name] for name in ("outs", "lses", "sinks"))
-    parts = {f"outs[{number}]": x for number, x in enumerate(outs)} | {
-        f"lses[{number}]": x for number, x in enumerate(lses)
-    }
-    mesh = _mesh_of(op, parts)
+    mesh = _mesh_of(op, {f"{name}[{n}]": x for name in ("outs", "lses") for n, x in enumerate(given[name])})
     by_token = _tokens_or_heads(outs[0])
     by_head = _swapped(by_token)
-    of_sinks = tuple(placement if placement == Shard(0) else Replicate() for placement in by_head)
-    where = {"outs": by_token, "out": by_token, "dout": by_token, "lses": by_head, "lse": by_head, "dlse": by_head}
-    where["sinks"] = of_sinks
-    results = op(
-        **{
-            name: [_local(x, mesh, where[name]) for x in value]
-            if isinstance(value, list)
-            else _local(value, mesh, where[name])
-            for name, value in given.items()
-        }
-    )
+    where = dict.fromkeys(("outs", "out", "dout"), by_token) | dict.fromkeys(("lses", "lse", "dlse"), by_head)
+    where["sinks"] = tuple(placement if placement == Shard(0) else Replicate() for placement in by_head)
+    local: dict[str, Any] = {}
+    for name, value in given.items():
+        many = isinstance(value, list)
+        local[name] = [_local(x, mesh, where[name]) for x in value] if many else _local(value, mesh, where[name])
+    results = op(**local)
     if "dout" in given:
-        douts, dlses = (
+        *gradients, dsinks = results
+        gradients = [
             [_like(x, other, mesh, where[name]) for x, other in zip(found, given[name], strict=True)]
-            for found, name in zip(results, ("outs", "lses"), strict=False)
-        )
+            for found, name in zip(gradients, ("outs", "lses"), strict=True)
+        ]
         summed = tuple(Partial() if placement == Shard(1) else placement for placement in by_head)
-        return douts, dlses, results[2] if sinks is None else _like(results[2], sinks, mesh, summed)
-    return tuple(
-        _result(x, other.shape, mesh, placements, placements)
-        for x, other, placements in zip(results, (outs[0], lses[0]), (by_token, by_head), strict=True)
-    )
+        return *gradients, dsinks if sinks is None else _like(dsinks, sinks, mesh, summed)
+    out, lse = results
+    return _result(out, outs[0].shape, mesh, by_token, by_token), _result(lse, lses[0].shape, mesh, by_head, by_head)
 
 
 def _by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,10 +105,11 @@ def _swapped(placements: Placements) -> Placements:
 
 def _local(tensor: Tensor | None, mesh: DeviceMesh, placements: Placements) -> Tensor | None:
     """This rank's part; a plain tensor is taken to be the same on all ranks."""
-    if tensor is None:
-        return None
+    whole = _placed(mesh, [], 0)
+    if tensor is None or (not isinstance(tensor, DTensor) and placements == whole):
+        return tensor  # tables stay on the host where they are read
     if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, mesh, _placed(mesh, [], 0), run_check=False)
+        tensor = DTensor.from_local(tensor, mesh, whole, run_check=False)
     return tensor.redistribute(mesh, placements).to_local()
 
 

@@ -74,9 +74,10 @@ class Shards:
         rank = np.array([ranks[n][p] for n, p in pieces], dtype=np.int64)
         kind = _kinds(layout, node, rank, ranks)
         order = np.lexsort((node, piece, layout.level[node], kind, rank))
-        arrays = (x[order] for x in (node, begin, end - begin, piece, rank, kind))
-        most = np.bincount(rank, end - begin, num_ranks).max()
-        return Shards(layout, num_ranks, *arrays, share=max(int(most), 1))
+        length = end - begin
+        share = max(int(np.bincount(rank, length, num_ranks).max()), 1)
+        node, begin, length, piece, rank, kind = (x[order] for x in (node, begin, length, piece, rank, kind))
+        return Shards(layout, num_ranks, node, begin, length, piece, rank, kind, share)
 
     @cached_property
     def first(self) -> IntArray:
