@@ -25,11 +25,16 @@ HEADS, SIZE = 4, 3
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"axis{axis}" for axis in range(len(shape))))
+    return init_device_mesh(device(), shape, mesh_dim_names=tuple(f"axis{axis}" for axis in range(len(shape))))
+
+
+def device() -> str:
+    """Where this rank's tensors are."""
+    return "cuda" if distributed.get_backend() == "nccl" else "cpu"
 
 
 def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device())
 
 
 def make_partials(num_tokens: int, num_parts: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -146,7 +151,8 @@ def rule_errors(
     if op == "prefill_attention":
         layout = TreeLayout.from_groups([[1] * 5, [2, 3] * 4], [[[]], [[]]])
     tables = layout.tables()
-    found_tables = [tables.segments, tables.cu_seqlens, *([tables.kv_index] if op == "replay_attention" else [])]
+    found_tables = [tables.segments, tables.cu_seqlens.to(device())]
+    found_tables += [tables.kv_index] if op == "replay_attention" else []
     tokens = layout.num_tokens
     whole = {"q": random(tokens, 8, 4, seed=1), "k": random(tokens, 4, 4, seed=2), "v": random(tokens, 4, 3, seed=3)}
     placed = dict.fromkeys("qkv", placements)

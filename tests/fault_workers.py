@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import families
 import torch
-from cp_workers import halves, model_and_truth, parallel_model, state_of
-from torch import distributed
+from attention_reference import Site
+from cp_workers import attention_errors, averaged, halves, model_and_truth, parallel_model, state_of
+from row_reference import Batch
+from torch import Tensor, distributed
 
 import augtree_fx
-from augtree_fx import CostModel
+from augtree_fx import CostModel, TreeLayout, merge
 from augtree_fx.dtensor_ops import attention
 from augtree_fx.dtensor_ops.agreement import HostGroup
+from augtree_fx.dtensor_ops.collectives import Pending
 from augtree_fx.dtensor_ops.lanes import LanePlan
-from augtree_fx.layout import TreeLayout
 
 
 def swapped_halves(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
@@ -116,3 +119,72 @@ def dies(folder: Path, schedule: str, victim: int, where: str) -> None:
         deadly()
     (folder / str(rank)).write_text(said(step))
     os._exit(0)  # as a trainer that got an error, which ends what others may wait for
+
+
+def small_errors() -> dict[str, float]:
+    """Batches with fewer tokens than ranks, of one row, or of rows that are one another's beginning; all work."""
+    plain = model_and_truth("llama", 2, "right")[0]
+    errors = {}
+    for name, lengths in {"three tokens": (3,), "a row": (9,), "a row twice": (3, 3), "beginnings": (2, 5, 7)}.items():
+        batch = families.padded([[torch.arange(3, 3 + length)] for length in lengths], "right")
+        truth = families.reference(plain, batch)
+        for schedule in attention.SCHEDULES:
+            got = averaged(families.computed(parallel_model(plain, schedule=schedule), batch))
+            errors[f"{name}, {schedule}"] = max(families.errors(got, truth).values())
+    return errors
+
+
+_KEYS, _WAIT, _MERGE, _SENT_HOME = attention._keys, Pending.wait, merge.partial_softmax, attention._sent_home
+_BACKWARD = attention.backward
+
+
+def _stale_keys(*arguments: Any) -> tuple[Tensor, ...]:
+    """Backward is sent other keys than forward was, as if an optimiser step had come between."""
+    with mock.patch.object(attention, "_keys", lambda k, v, lane: _KEYS(0.9 * k, v, lane)):
+        return _BACKWARD(*arguments)
+
+
+def _without_the_last_step(k: Tensor, v: Tensor, lane: attention.Lane) -> Iterator[tuple[Tensor, Tensor]]:
+    """The last keys of the ring are those of the step before."""
+    found = list(_KEYS(k, v, lane))
+    return iter([*found[:-1], found[-2]])
+
+
+def _of_another_rank(pending: Pending) -> Tensor:
+    """LSEs ``[ranks, queries, H]`` arrive one rank further; all else has more dims."""
+    found = _WAIT(pending)
+    return found.roll(1, 0) if found.ndim == 3 else found
+
+
+def _sinks_in_every_partial(outs: Any, lses: Any, sinks: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    if sinks is not None and len(outs) > 1:
+        merged = [_MERGE([out], [lse], sinks) for out, lse in zip(outs, lses, strict=True)]
+        outs, lses = ([*x] for x in zip(*merged, strict=True))
+    return _MERGE(outs, lses, sinks, **options)
+
+
+def _lost_on_the_last_rank(*arguments: Any) -> tuple[Tensor, ...]:
+    """What other ranks' queries send to its keys."""
+    found = _SENT_HOME(*arguments)
+    last = distributed.get_rank() == distributed.get_world_size() - 1
+    return tuple(torch.zeros_like(x) for x in found) if last else found
+
+
+# What is replaced, by what, and the schedule.
+PLANTED: dict[str, tuple[Any, str, Any, str]] = {
+    "stale keys in backward": (attention, "backward", _stale_keys, attention.ROTATE_KV),
+    "stale gathered keys in backward": (attention, "backward", _stale_keys, attention.GATHER_KV),
+    "a missing step of the ring": (attention, "_keys", _without_the_last_step, attention.ROTATE_KV),
+    "the LSE of another rank": (Pending, "wait", _of_another_rank, attention.MOVE_Q),
+    "a sink in every partial": (merge, "partial_softmax", _sinks_in_every_partial, attention.ROTATE_KV),
+    "lost gradients of one rank's keys": (attention, "_sent_home", _lost_on_the_last_rank, attention.ROTATE_KV),
+}
+
+
+def planted_errors(at: Site, batch: Batch) -> dict[str, dict[str, float]]:
+    """Errors of attention with each fault, and without."""
+    errors = {"none": attention_errors(at, batch, attention.ROTATE_KV)}
+    for name, (where, what, fault, schedule) in PLANTED.items():
+        with mock.patch.object(where, what, fault):
+            errors[name] = attention_errors(at, batch, schedule)
+    return errors

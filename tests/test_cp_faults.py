@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_workers import dies, disagreements, late
+from attention_reference import Site
+from cp_workers import halves, model_errors, pooled_errors
+from fault_workers import PLANTED, dies, disagreements, late, planted_errors, small_errors
 from ranks import Ranks
+from test_cp_attention import EXACT, groups
 
 World = Callable[[int], Ranks]
 
@@ -44,6 +47,50 @@ def test_a_rank_that_does_not_come(worlds: World, absent: int) -> None:
     for rank, text in enumerate(worlds(3).run(late, absent, 1.0)):
         if rank != absent:
             assert f"rank {rank} was left waiting by rank {absent}; look for its own error" in text, text
+
+
+def test_batches_that_are_small_for_their_ranks(worlds: World) -> None:
+    for rank, errors in enumerate(worlds(4).run(small_errors)):
+        assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [5, 6])
+def test_odd_worlds(worlds: World, num_ranks: int) -> None:
+    """More ranks than some parts of the tree have tokens, in one lane and in two, rows replicated and pooled."""
+    for worker, options in (
+        (small_errors, {}),
+        (model_errors, {"name": "llama", "depth": 3, "style": "left", "schedule": "move_q"}),
+        (model_errors, {"name": "gpt_oss", "depth": 2, "style": "right", "lanes": halves}),
+        (pooled_errors, {"name": "llama", "depth": 2, "style": "right", "lonely": True}),
+    ):
+        for rank, errors in enumerate(worlds(num_ranks).run(with_options, worker, options)):
+            assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+
+
+def with_options(worker, options):
+    return worker(**options)
+
+
+# What each planted fault must spoil, and what it leaves as it is.
+SPOILT = {
+    "stale keys in backward": ({"q"}, {"out", "lse"}),
+    "stale gathered keys in backward": ({"q"}, {"out", "lse"}),
+    "a missing step of the ring": ({"out", "lse", "q", "k", "v"}, set()),
+    "the LSE of another rank": ({"out", "lse", "q", "k", "v"}, set()),
+    "a sink in every partial": ({"out", "lse", "sinks"}, set()),
+    "lost gradients of one rank's keys": ({"k", "v"}, {"out", "lse", "q", "sinks"}),
+}
+
+
+def test_planted_faults_are_far_above_tolerance(worlds: World) -> None:
+    """What the tests of attention compare would fail by a factor of a million."""
+    assert SPOILT.keys() == PLANTED.keys()
+    for rank, found in enumerate(worlds(3).run(planted_errors, Site(sinks=True), groups())):
+        assert max(found["none"].values()) <= EXACT
+        for name, (spoilt, kept) in SPOILT.items():
+            assert all(found[name][each] >= 1e6 * EXACT for each in spoilt), (rank, name, found[name])
+            assert all(found[name][each] <= EXACT for each in kept), (rank, name, found[name])
 
 
 @pytest.mark.parametrize(

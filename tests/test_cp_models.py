@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from cp_workers import halves, layout_errors, model_errors, pooled_errors, sharded_errors
 from ranks import Ranks
+from test_cp_attention import covering
 
 from augtree_fx.dtensor_ops.attention import SCHEDULES
 
 EXACT = 1e-10  # float64 throughout, sums in another order
 
+Case = tuple[Callable[..., dict[str, float]], tuple[Any, ...], dict[str, Any]]
 
-@pytest.fixture(scope="module", params=[1, 3, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    group = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
-    yield group
-    group.stop()
-
-
-def run(ranks: Ranks, worker, *args, **options) -> None:
-    for rank, errors in enumerate(ranks.run(call, worker, args, options)):
-        wrong = {name: error for name, error in errors.items() if not error <= EXACT}
-        assert not wrong, f"rank {rank}: {wrong}"
-
-
-def call(worker, args, options):
-    return worker(*args, **options)
+CASES: list[Case] = [
+    (model_errors, ("llama", depth, "right"), {"schedule": schedule}) for depth in (2, 3) for schedule in SCHEDULES
+]
+CASES += [
+    (model_errors, (name, 3, "left"), {}) for name in ("mistral", "gpt_oss", "deepseek_v3", "gemma3_text", "qwen3_moe")
+]
+CASES += [(layout_errors, (schedule,), {}) for schedule in SCHEDULES]
+CASES += [(pooled_errors, ("llama", 2, "right", lonely), {}) for lonely in (False, True)]
+CASES += [(sharded_errors, (rows,), {}) for rows in ("replicated", "pooled")]
+CASES += [(model_errors, ("llama", 2, "right"), {"checkpointing": True, "schedule": "move_q"})]
+LANES: list[Case] = [(model_errors, ("llama", depth, "trl"), {"lanes": halves}) for depth in (2, 3)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("depth", [2, 3])
-def test_every_schedule_at_every_depth(ranks: Ranks, schedule: str, depth: int) -> None:
-    run(ranks, model_errors, "llama", depth, "right", schedule=schedule)
+def errors_of(cases: list[Case]) -> list[dict[str, float]]:
+    return [worker(*args, **options) for worker, args, options in cases]
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "deepseek_v3", "gemma3_text", "qwen3_moe"])
-def test_families(ranks: Ranks, name: str) -> None:
-    run(ranks, model_errors, name, 3, "left")
+def assert_exact(ranks: Ranks, cases: list[Case]) -> None:
+    """One call for all: ranks keep models and truths that several cases need."""
+    for rank, found in enumerate(ranks.run(errors_of, cases, seconds=240)):
+        for case, errors in zip(cases, found, strict=True):
+            wrong = {name: error for name, error in errors.items() if not error <= EXACT}
+            assert not wrong, f"rank {rank}, {case}: {wrong}"
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_lanes_of_unequal_sizes(ranks: Ranks, depth: int) -> None:
-    if ranks.num_ranks == 1:
-        pytest.skip("one rank is one lane")
-    run(ranks, model_errors, "llama", depth, "trl", lanes=halves)
+def test_outputs_and_gradients(ranks: Ranks) -> None:
+    """Schedules at depths, families, explicit layouts, pooled rows, FSDP2 over the same ranks, checkpointing."""
+    assert_exact(ranks, covering(CASES, ranks.num_ranks))
 
 
-def test_checkpointing(ranks: Ranks) -> None:
-    run(ranks, model_errors, "llama", 2, "right", checkpointing=True, schedule="move_q")
+def test_lanes_of_unequal_sizes(worlds: Callable[[int], Ranks]) -> None:
+    assert_exact(worlds(4), LANES[:1])
+    assert_exact(worlds(3), LANES[1:])
 
 
-@pytest.mark.parametrize("lonely", [False, True])
-def test_rows_of_all_ranks_are_pooled(ranks: Ranks, lonely: bool) -> None:
-    run(ranks, pooled_errors, "llama", 2, "right", lonely)
-
-
-@pytest.mark.parametrize("rows", ["replicated", "pooled"])
-def test_fsdp2_over_the_same_ranks(ranks: Ranks, rows: str) -> None:
-    run(ranks, sharded_errors, rows)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_explicit_layout(ranks: Ranks, schedule: str) -> None:
-    run(ranks, layout_errors, schedule)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_all_cases_on_all_numbers_of_ranks(worlds: Callable[[int], Ranks], num_ranks: int) -> None:
+    assert_exact(worlds(num_ranks), CASES + (LANES if num_ranks > 1 else []))

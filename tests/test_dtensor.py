@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from dtensor_workers import check_attention_op, check_ops, merge_errors, merge_rule_errors, op_errors, rule_errors
+import torch
+from dtensor_workers import (
+    check_attention_op,
+    check_ops,
+    merge_errors,
+    merge_rule_errors,
+    mesh_of,
+    op_errors,
+    random,
+    rule_errors,
+)
 from ranks import Ranks
-from torch.distributed.tensor import Replicate, Shard
+from torch import distributed
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from augtree_fx.dtensor_ops.attention import SCHEDULES
-from augtree_fx.dtensor_ops.placement import PartialSoftmax
+from augtree_fx.dtensor_ops.placement import PartialSoftmax, partials_from_local, unpack_partials
 
 EXACT = 1e-10  # float64, sums in another order
+TOKENS, HEADS, SIZES, ALL = Shard(0), Shard(1), Shard(2), Replicate()
 
 
 def all_of(worker, cases):
@@ -26,31 +40,24 @@ def assert_exact(ranks: Ranks, worker, cases) -> None:
             assert max(errors.values()) <= EXACT, f"rank {rank}, {case}: {errors}"
 
 
-def test_partials_merge_to_shards_of_tokens_and_heads_and_to_all(ranks: Ranks) -> None:
+def merge_cases(num_ranks: int) -> list[Any]:
     merged = PartialSoftmax()
-    cases = [((ranks.num_ranks,), [merged], [target]) for target in (Shard(0), Shard(1), Replicate())]
-    if ranks.num_ranks == 4:
+    cases = [((num_ranks,), [merged], [target]) for target in (TOKENS, HEADS, ALL)]
+    if num_ranks == 4:
         cases += [
-            ((2, 2), [merged, merged], [Shard(0), Shard(1)]),
-            ((2, 2), [merged, merged], [Replicate(), Replicate()]),
-            ((2, 2), [merged, merged], [Shard(0), Shard(0)]),
-            ((2, 2), [merged, Shard(1)], [Shard(0), Shard(1)]),
-            ((2, 2), [Shard(0), merged], [Shard(0), Shard(1)]),
-            ((2, 2), [Replicate(), merged], [Shard(1), Replicate()]),
+            ((2, 2), [merged, merged], [TOKENS, HEADS]),
+            ((2, 2), [merged, merged], [ALL, ALL]),
+            ((2, 2), [merged, merged], [TOKENS, TOKENS]),
+            ((2, 2), [merged, HEADS], [TOKENS, HEADS]),
+            ((2, 2), [TOKENS, merged], [TOKENS, HEADS]),
+            ((2, 2), [ALL, merged], [HEADS, ALL]),
         ]
-    assert_exact(ranks, merge_errors, cases)
+    return cases
 
 
-def test_reduce_scatter_of_partials(ranks: Ranks) -> None:
-    assert_exact(ranks, op_errors, [()])
-
-
-TOKENS, HEADS, SIZES, ALL = Shard(0), Shard(1), Shard(2), Replicate()
-
-
-def test_attention_of_sharded_tensors(ranks: Ranks) -> None:
+def attention_cases(num_ranks: int) -> list[Any]:
     """Eight heads on four key heads: three ranks cannot have a part of them each, and then all compute all."""
-    one = (ranks.num_ranks,)
+    one = (num_ranks,)
     cases = [
         ("replay_attention", one, [TOKENS], [ALL]),
         ("replay_attention", one, [HEADS], [Shard(0)]),
@@ -59,14 +66,26 @@ def test_attention_of_sharded_tensors(ranks: Ranks) -> None:
         ("prefill_attention", one, [TOKENS], [Shard(0)]),
         ("prefill_attention", one, [HEADS], [ALL]),
     ]
-    if ranks.num_ranks == 4:
+    if num_ranks == 4:
         cases += [
             ("replay_attention", (2, 2), [TOKENS, HEADS], [ALL, Shard(0)]),
             ("replay_attention", (2, 2), [HEADS, HEADS], [Shard(0), Shard(0)]),
             ("prefill_attention", (2, 2), [HEADS, TOKENS], "plain"),
             ("prefill_attention", (2, 2), [ALL, HEADS], None),
         ]
-    assert_exact(ranks, rule_errors, cases)
+    return cases
+
+
+def test_partials_merge_to_shards_of_tokens_and_heads_and_to_all(ranks: Ranks) -> None:
+    assert_exact(ranks, merge_errors, merge_cases(ranks.num_ranks))
+
+
+def test_reduce_scatter_of_partials(ranks: Ranks) -> None:
+    assert_exact(ranks, op_errors, [()])
+
+
+def test_attention_of_sharded_tensors(ranks: Ranks) -> None:
+    assert_exact(ranks, rule_errors, attention_cases(ranks.num_ranks))
 
 
 def test_merging_of_sharded_tensors(ranks: Ranks) -> None:
@@ -81,3 +100,43 @@ def test_ops_are_contracts(worlds: Callable[[int], Ranks], num_ranks: int) -> No
     worlds(num_ranks).run(check_ops)
     for schedule in SCHEDULES:
         worlds(num_ranks).run(check_attention_op, schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nccl(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path, "nccl")
+    assert_exact(ranks, merge_errors, merge_cases(2))
+    assert_exact(ranks, op_errors, [()])
+    assert_exact(ranks, rule_errors, attention_cases(2))
+    assert_exact(ranks, merge_rule_errors, [((2,), [placement]) for placement in (TOKENS, HEADS, ALL)])
+    ranks.stop()
+
+
+def errors_said() -> list[str]:
+    """What misuse says."""
+    mesh, x = mesh_of((distributed.get_world_size(),)), random(4, 2, 3, seed=1)
+    packed = partials_from_local(x, random(2, 4, seed=2), mesh, [PartialSoftmax()])
+    whole = distribute_tensor(x, mesh, [ALL])
+    lse = random(2, 4, seed=2)
+    said = []
+    for call in (
+        lambda: partials_from_local(x, x, mesh, [PartialSoftmax()]),
+        lambda: unpack_partials(packed),
+        lambda: packed.redistribute(placements=[SIZES]),
+        lambda: torch.ops.augtree.reduce_partials(x, lse, distributed.group.WORLD.group_name),
+        lambda: torch.ops.augtree.partial_softmax([whole], [lse], None),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_misuse_says_what_to_do(worlds: Callable[[int], Ranks]) -> None:
+    for said in worlds(3).run(errors_said):
+        assert "a partial is an output [T, H, E] and an LSE [H, T], got [4, 2, 3] and [4, 2, 3]; pass them" in said[0]
+        assert "partials must be merged before they are read, got placements (PartialSoftmax(),); red" in said[1]
+        assert "the LSE in the last dim, which cannot be parted from outputs, got S(2); redistribute to" in said[2]
+        assert "T a multiple of the 3 ranks, got [4, 2, 3] and [2, 4]; pad tokens, with an LSE of -inf" in said[3]
+        assert "takes outs[0], lses[0] as DTensors of one mesh, got lses[0] on None and one on" in said[4]
