@@ -110,6 +110,28 @@ def merge_errors(shape: tuple[int, ...], placements: list[Placement], target: li
     )
 
 
+def half_precision_errors() -> dict[str, float]:
+    """Outputs in bfloat16 with float32 LSEs, through the placement and through the op; gradients too."""
+    group, mesh = distributed.group.WORLD, mesh_of((distributed.get_world_size(),))
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    outs, lses = make_partials(2 * ranks, ranks)
+    outs, lses = [x.bfloat16() for x in outs], [x.float() for x in lses]
+    out, lse = merged_by_hand([x.double() for x in outs], [x.double() for x in lses])
+    own = [outs[rank].requires_grad_(), lses[rank].requires_grad_()]
+    merged = partials_from_local(*own, mesh, [PartialSoftmax()]).redistribute(placements=[Shard(0)])
+    placed = unpack_partials(merged, torch.bfloat16)
+    scattered = torch.ops.augtree.reduce_partials(*own, group.group_name)
+    errors = {}
+    for name, found in {"placement": [x.to_local() for x in placed], "op": scattered}.items():
+        assert [x.dtype for x in found] == [torch.bfloat16, torch.float32]
+        share = slice(2 * rank, 2 * rank + 2)
+        of_share = errors_of({"out": found[0], "lse": found[1]}, {"out": out[share], "lse": lse[:, share]})
+        errors |= {f"{name}, {each}": error for each, error in of_share.items()}
+        gradients = torch.autograd.grad([found[0].sum()], own)
+        assert [x.dtype for x in gradients] == [torch.bfloat16, torch.float32]
+    return errors
+
+
 def swapped(placement: Placement) -> Placement:
     """Placement of an LSE ``[H, T]`` whose output ``[T, H, E]`` has this one."""
     return Shard(1 - placement.dim) if isinstance(placement, Shard) else placement

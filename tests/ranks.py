@@ -64,7 +64,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # imports once what takes every rank seconds; no GPU is open
+        context = multiprocessing.get_context("forkserver")  # it imports once what takes every rank seconds
         context.set_forkserver_preload(_PRELOADED)
         self._num_starts += 1
         rendezvous = f"file://{self.folder}/rendezvous{self._num_starts}"

@@ -11,6 +11,7 @@ import torch
 from dtensor_workers import (
     check_attention_op,
     check_ops,
+    half_precision_errors,
     merge_errors,
     merge_rule_errors,
     mesh_of,
@@ -82,6 +83,13 @@ def test_partials_merge_to_shards_of_tokens_and_heads_and_to_all(ranks: Ranks) -
 
 def test_reduce_scatter_of_partials(ranks: Ranks) -> None:
     assert_exact(ranks, op_errors, [()])
+
+
+def test_half_precision_partials(worlds: Callable[[int], Ranks]) -> None:
+    """Merged in float32 and rounded once: outputs to half a unit of bfloat16, LSEs to float32."""
+    for errors in worlds(3).run(half_precision_errors):
+        assert max(error for name, error in errors.items() if name.endswith("out")) <= 2**-8, errors
+        assert max(error for name, error in errors.items() if name.endswith("lse")) <= 2**-20, errors
 
 
 def test_attention_of_sharded_tensors(ranks: Ranks) -> None:
