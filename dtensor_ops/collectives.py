@@ -6,7 +6,8 @@ Tensors travel as bytes: gloo knows few dtypes. Nothing here records gradients: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +26,51 @@ class Pending:
         result: where it arrives.
         works: what to wait for.
         held: what must not be freed before.
+        group: ranks that take part.
+        peers: numbers in the group of those that this rank waits for.
     """
 
     result: Tensor
     works: list[Any]
     held: tuple[Tensor, ...]
+    group: ProcessGroup
+    peers: Sequence[int]
 
     def wait(self) -> Tensor:
-        """What has arrived."""
-        for work in self.works:
-            work.wait()
+        """What has arrived.
+
+        Raises:
+            RuntimeError: a rank is gone or too late; the message names those that were waited for.
+        """
+        with _named(self.group, self.peers):
+            for work in self.works:
+                work.wait()
         self.works, self.held = [], ()
         return self.result
 
 
+@contextlib.contextmanager
+def _named(group: ProcessGroup, peers: Sequence[int]) -> Iterator[None]:
+    """Errors of a transfer say between which ranks it was; gloo's own show a port."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = distributed.get_process_group_ranks(group)
+        raise RuntimeError(
+            f"all ranks of {ranks} must go through the same forward and backward; rank "
+            f"{ranks[distributed.get_rank(group)]} was left by rank {' or '.join(str(ranks[peer]) for peer in peers)}; "
+            f"look for its own error. {error}"
+        ) from error
+
+
+def _others(group: ProcessGroup) -> list[int]:
+    return [peer for peer in range(distributed.get_world_size(group)) if peer != distributed.get_rank(group)]
+
+
 def group_of(name: str) -> ProcessGroup:
     """The process group of a name, which is what an op is given."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
+    known: Any = name  # torch has a type of its own for names
+    return torch._C._distributed_c10d._resolve_process_group(known)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -53,31 +82,32 @@ def pass_on(tensor: Tensor, group: ProcessGroup) -> Pending:
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     received = torch.empty_like(tensor)
     after, before = (distributed.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
-    works = distributed.batch_isend_irecv(
-        [
-            P2POp(distributed.isend, _bytes(tensor), after, group),
-            P2POp(distributed.irecv, _bytes(received), before, group),
-        ]
-    )
-    return Pending(received, works, (tensor,))
+    operations = [
+        P2POp(distributed.isend, _bytes(tensor), after, group),
+        P2POp(distributed.irecv, _bytes(received), before, group),
+    ]
+    peers = [(rank - 1) % ranks, (rank + 1) % ranks]
+    with _named(group, peers):
+        works = distributed.batch_isend_irecv(operations)
+    return Pending(received, works, (tensor,), group, peers)
 
 
 def gather(tensor: Tensor, group: ProcessGroup) -> Pending:
     """``[ranks, *shape]``: a contiguous tensor of every rank, all of one shape."""
     found = tensor.new_empty(distributed.get_world_size(group), *tensor.shape)
-    work = distributed.all_gather_into_tensor(_bytes(found), _bytes(tensor), group, async_op=True)
-    return Pending(found, [work], (tensor,))
+    with _named(group, _others(group)):
+        work = distributed.all_gather_into_tensor(_bytes(found), _bytes(tensor), group, async_op=True)
+    return Pending(found, [work], (tensor,), group, _others(group))
 
 
 def exchange(tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: ProcessGroup) -> Pending:
     """Rows of a contiguous tensor to each rank, in the order of ranks; the rows that each rank sends here."""
     found = tensor.new_empty(sum(num_received), *tensor.shape[1:])
     width = tensor[:1].nbytes if len(tensor) else tensor.new_empty(1, *tensor.shape[1:]).nbytes
-    work = distributed.all_to_all_single(
-        _bytes(found), _bytes(tensor), [n * width for n in num_received], [n * width for n in num_sent], group,
-        async_op=True,
-    )  # fmt: skip
-    return Pending(found, [work], (tensor,))
+    sizes = ([n * width for n in num_received], [n * width for n in num_sent])
+    with _named(group, _others(group)):
+        work = distributed.all_to_all_single(_bytes(found), _bytes(tensor), *sizes, group, async_op=True)
+    return Pending(found, [work], (tensor,), group, _others(group))
 
 
 def exchange_equal(tensor: Tensor, group: ProcessGroup) -> Pending:
@@ -93,8 +123,9 @@ def exchange_equal(tensor: Tensor, group: ProcessGroup) -> Pending:
         there = distributed.get_global_rank(group, peer)
         operations.append(P2POp(distributed.isend, _bytes(tensor[peer]), there, group))
         operations.append(P2POp(distributed.irecv, _bytes(found[peer]), there, group))
-    works = distributed.batch_isend_irecv(operations) if operations else []
-    return Pending(found, works, (tensor,))
+    with _named(group, peers):
+        works = distributed.batch_isend_irecv(operations) if operations else []
+    return Pending(found, works, (tensor,), group, peers)
 
 
 def gather_tokens(local: Tensor, group: ProcessGroup) -> Tensor:

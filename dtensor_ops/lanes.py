@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,7 +12,7 @@ import numpy as np
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from augtree_fx.dtensor_ops.agreement import TIMEOUT, HostGroup
+from augtree_fx.dtensor_ops.agreement import TIMEOUT, HostGroup, digest
 from augtree_fx.dtensor_ops.attention import GATHER_KV, MOVE_Q, ROTATE_KV, SCHEDULES
 from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, Shards
 from augtree_fx.layout import TreeLayout
@@ -38,6 +39,12 @@ class LanePlan:
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
     schedule: str
+
+    @property
+    def described(self) -> str:
+        """A line for ranks to compare; all rows would be too many to read."""
+        rows = f"{len(self.rows)} rows {digest(np.array(self.rows, dtype=np.int64))}"
+        return f"ranks {list(self.ranks)}, {rows}, {self.schedule}"
 
 
 Choose = Callable[[TreeLayout, int], Sequence[LanePlan]]  # of the whole batch's tree, and the number of ranks
@@ -140,6 +147,19 @@ class Lanes:
     def num_ranks(self) -> int:
         return len(self.host.ranks)
 
+    @property
+    def choice(self) -> str:
+        """How rows are given to lanes, in words that are the same on all ranks for the same settings."""
+        if self._one_lane is not None:
+            return f"all ranks in one lane, schedule {self._one_lane.keywords.get('schedule')}"
+        return str(getattr(self.choose, "__qualname__", type(self.choose).__qualname__))
+
+    @property
+    def _one_lane(self) -> functools.partial[list[LanePlan]] | None:
+        """`one_lane` with its settings, if that chooses."""
+        found = self.choose
+        return found if isinstance(found, functools.partial) and found.func is one_lane else None
+
     def part(self, layout: TreeLayout, subtree: Callable[[tuple[int, ...]], TreeLayout]) -> LanePart:
         """What this rank computes of a batch that all ranks of the axis know.
 
@@ -149,8 +169,11 @@ class Lanes:
 
         Raises:
             ValueError: the lanes that were chosen do not partition ranks and rows.
+            RuntimeError: ranks chose other lanes.
         """
         plans = list(self.choose(layout, self.num_ranks))
+        if self._one_lane is None:  # whatever a caller's function goes by; ours goes by batch and settings
+            self.host.agree("lanes of a batch", {f"lane {n}": plan.described for n, plan in enumerate(plans)})
         check_lanes(plans, self.num_ranks, layout.num_rows)
         trees = [layout if len(plans) == 1 else subtree(plan.rows) for plan in plans]
         parts = [

@@ -91,7 +91,7 @@ def parallel_model(
     """A transformed copy, every rank of the world in one axis, chunks of one token and more."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = copy.deepcopy(model)
-    augtree_fx.transform(model, costs=CostModel.free(), mesh=mesh, lanes=lanes, **options)
+    augtree_fx.transform(model, mesh=mesh, lanes=lanes, **{"costs": CostModel.free(), **options})
     state_of(model).lanes.min_chunk_tokens = 1
     return model if wrap is None else wrap(model)
 

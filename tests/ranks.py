@@ -17,19 +17,21 @@ import torch
 from torch import distributed, multiprocessing
 
 _START_SECONDS = 120  # importing torch and transformers on every rank, on cores that others use
+_PRELOADED = ["torch", "transformers", "augtree_fx"]
 _GRACE_SECONDS = 2  # for others to report too, once one rank has failed
 
 
 class Ranks:
-    """A gloo process group of spawned workers.
+    """A process group of spawned workers.
 
     Args:
         num_ranks: how many.
         folder: where the rendezvous file lies.
+        backend: of the group; ``"nccl"`` gives each rank a GPU.
     """
 
-    def __init__(self, num_ranks: int, folder: Path) -> None:
-        self.num_ranks, self.folder = num_ranks, folder
+    def __init__(self, num_ranks: int, folder: Path, backend: str = "gloo") -> None:
+        self.num_ranks, self.folder, self.backend = num_ranks, folder, backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._num_starts = 0
@@ -62,12 +64,14 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # it imports once what takes every rank seconds
+        context.set_forkserver_preload(_PRELOADED)
         self._num_starts += 1
         rendezvous = f"file://{self.folder}/rendezvous{self._num_starts}"
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rendezvous, rank, self.num_ranks), daemon=True)
+            arguments = (there, rendezvous, rank, self.num_ranks, self.backend)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -100,10 +104,12 @@ class Ranks:
         return [results[rank] for rank in range(self.num_ranks)]
 
 
-def _serve(pipe: Connection, rendezvous: str, rank: int, num_ranks: int) -> None:
+def _serve(pipe: Connection, rendezvous: str, rank: int, num_ranks: int, backend: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost"}
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=num_ranks)
     while True:
         try:
             worker, args = pipe.recv()

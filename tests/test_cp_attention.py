@@ -1,11 +1,9 @@
-"""Attention under context parallelism on 1 to 4 gloo ranks: every schedule against every row on its own, in float64.
-
-A ring of two hides faults of order (the next rank is the one before), so nothing runs on two ranks alone.
-"""
+"""Attention under context parallelism on 1 to 4 gloo ranks: every schedule against every row on its own, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from attention_reference import Site
@@ -17,13 +15,6 @@ from test_attention_parity import deep_batch
 from augtree_fx.dtensor_ops.attention import SCHEDULES
 
 EXACT = 1e-10  # sums of some hundred terms in another order
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    group = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
-    yield group
-    group.stop()
 
 
 def groups(*, long_branch: bool = False) -> Batch:
@@ -39,27 +30,36 @@ def groups(*, long_branch: bool = False) -> Batch:
 BATCHES = {"groups": groups, "long branch": lambda: groups(long_branch=True), "deep": deep_batch}
 
 
-def assert_exact(found: list[dict[str, float]]) -> None:
-    for rank, errors in enumerate(found):
-        assert {"out", "lse", "q", "k", "v"} <= set(errors)
-        assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+def covering(cases: list[Any], num_ranks: int) -> list[Any]:
+    """Every other case on three ranks, the others on four, some on one."""
+    return {1: cases[::5], 3: cases[::2], 4: cases[1::2]}[num_ranks]
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_whole_paths(ranks: Ranks, batch: str, schedule: str) -> None:
-    at = Site(sinks=True, softcap=3.0, v_head_dim=6)
-    assert_exact(ranks.run(attention_errors, at, BATCHES[batch](), schedule))
+def attention_cases(cases: list[tuple[Site, str, str, int, int | None]]) -> list[dict[str, float]]:
+    return [attention_errors(at, BATCHES[batch](), *rest) for at, batch, *rest in cases]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_chunks_that_are_not_cut_off(ranks: Ranks, schedule: str) -> None:
-    """Short nodes lie on one rank whole, so some ranks have no key that others read."""
-    assert_exact(ranks.run(attention_errors, Site(), deep_batch(), schedule, 4))
+def assert_exact(ranks: Ranks, cases: list[tuple[Site, str, str, int, int | None]]) -> None:
+    for rank, found in enumerate(ranks.run(attention_cases, cases, seconds=120)):
+        for case, errors in zip(cases, found, strict=True):
+            assert {"out", "lse", "q", "k", "v"} <= set(errors)
+            assert max(errors.values()) <= EXACT, f"rank {rank}, {case}: {errors}"
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("window", [1, 6, 1000])
-def test_windows(ranks: Ranks, batch: str, window: int) -> None:
-    at = Site(sinks=True, window=window)
-    assert_exact(ranks.run(attention_errors, at, BATCHES[batch](), SCHEDULES[0], 1, window))
+SINKS = Site(sinks=True, softcap=3.0, v_head_dim=6)
+CASES: list[Any] = [(SINKS, batch, schedule, 1, None) for batch in BATCHES for schedule in SCHEDULES]
+# Short nodes lie on one rank whole, so some ranks have no key that others read.
+CASES += [(Site(), "deep", schedule, 4, None) for schedule in SCHEDULES]
+CASES += [
+    (Site(sinks=True, window=window), batch, SCHEDULES[0], 1, window) for batch in BATCHES for window in (1, 6, 1000)
+]
+
+
+def test_every_schedule_and_window(ranks: Ranks) -> None:
+    assert_exact(ranks, covering(CASES, ranks.num_ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_cases_on_all_numbers_of_ranks(worlds: Callable[[int], Ranks], num_ranks: int) -> None:
+    assert_exact(worlds(num_ranks), CASES)

@@ -53,8 +53,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         reason = str(unshared) or "it asks for a KV cache, or generates"
     except (ValueError, NotImplementedError) as raised:
         reason, error = str(raised), raised
-    settings = {"costs": state.costs, "chunks": lanes.min_chunk_tokens, "rows are": lanes.rows, "kernel": state.kernel}
-    described: dict[str, Any] = {"what hinders sharing": reason, **{name: str(x) for name, x in settings.items()}}
+    described = {"what hinders sharing": reason, **_settings(stack, state, lanes)}
     if rows is not None and lanes.rows == "replicated":
         described |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
     pooled = rows if lanes.rows == "pooled" else None
@@ -90,6 +89,7 @@ def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeL
     """
     tokens = digest(layout.length, layout.parent, layout.input_ids, layout.position_ids)
     described = {"nodes": layout.num_nodes, "tokens": layout.num_tokens, "token ids and positions": tokens}
+    described |= _settings(stack, state, lanes)
     lanes.host.agree("an explicit layout", described)
 
     def subtree(some: tuple[int, ...]) -> TreeLayout:
@@ -97,6 +97,24 @@ def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeL
 
     part = lanes.part(layout, subtree)
     return _packed_call(stack, state, lanes, part, part.index, layout.shape)
+
+
+def _settings(stack: nn.Module, state: StackState, lanes: Lanes) -> dict[str, Any]:
+    """What decides which transfers a forward and a backward make, besides the batch."""
+    weight = next(stack.parameters())
+    device = weight.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return {
+        "rows are": lanes.rows,
+        "lanes": lanes.choice,
+        "chunks": lanes.min_chunk_tokens,
+        "costs": str(state.costs),
+        "kernel": state.kernel,
+        "dtype": str(autocast or weight.dtype),
+        "attention": f"{len(state.sites)} modules of spans {sorted({str(site.span) for site in state.sites})}",
+        "gradients": torch.is_grad_enabled(),
+        "checkpointing": stack.training and getattr(stack, "is_gradient_checkpointing", False),
+    }
 
 
 def _on_host(rows: HostRows) -> tuple[IntArray, IntArray, IntArray]:

@@ -23,10 +23,10 @@ def without_transfers() -> Iterator[None]:
     """Every transfer gives what this rank has itself, at once."""
 
     def at_once(tensor: Tensor, group: distributed.ProcessGroup) -> Pending:
-        return Pending(tensor, [], ())
+        return Pending(tensor, [], (), group, ())
 
     def repeated(tensor: Tensor, group: distributed.ProcessGroup) -> Pending:
-        return Pending(tensor.expand(distributed.get_world_size(group), *tensor.shape), [], ())
+        return Pending(tensor.expand(distributed.get_world_size(group), *tensor.shape), [], (), group, ())
 
     with ExitStack() as patched:
         for name, made in (("pass_on", at_once), ("exchange_equal", at_once), ("gather", repeated)):

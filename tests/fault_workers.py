@@ -1,0 +1,190 @@
+"""What ranks run in tests of faults: a rank that differs, is late, dies, or computes something wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import families
+import torch
+from attention_reference import Site
+from cp_workers import attention_errors, averaged, halves, model_and_truth, parallel_model, state_of
+from row_reference import Batch
+from torch import Tensor, distributed
+
+import augtree_fx
+from augtree_fx import CostModel, TreeLayout, merge
+from augtree_fx.dtensor_ops import attention
+from augtree_fx.dtensor_ops.agreement import HostGroup
+from augtree_fx.dtensor_ops.collectives import Pending
+from augtree_fx.dtensor_ops.lanes import LanePlan
+
+
+def swapped_halves(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+    """As `halves`, and on one rank alone with another schedule."""
+    found = halves(layout, num_ranks)
+    if distributed.get_rank() == 1:
+        found[0] = LanePlan(found[0].ranks, found[0].rows, attention.GATHER_KV)
+    return found
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def disagreements() -> dict[str, str]:
+    """What each rank is told when rank 1 differs from the others in one thing."""
+    differs = distributed.get_rank() == 1
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+
+    def run(changes: dict[str, Any], rows: slice = slice(None), other_token: bool = False, **options: Any) -> None:
+        model = parallel_model(plain, **(options | (changes if differs else {})))
+        ids = batch.input_ids.clone()
+        ids[0, 2] += differs and other_token
+        rows = rows if differs else slice(None)
+        model(input_ids=ids[rows], attention_mask=batch.attention_mask[rows], use_cache=False)
+
+    def without_gradients() -> None:
+        with torch.no_grad() if differs else contextlib.nullcontext():
+            run({})
+
+    def in_another_dtype() -> None:
+        model = parallel_model(plain)
+        (model.float() if differs else model)(**batch.inputs(), use_cache=False)
+
+    def another_layout() -> None:
+        model = parallel_model(plain)
+        mine = batch.input_ids[: 3 if differs else 5]
+        layout = TreeLayout.from_padded(mine, torch.ones_like(mine), costs=CostModel.free())
+        augtree_fx.pack(model, layout)
+
+    def with_a_cache() -> None:
+        model = parallel_model(plain)
+        model(**batch.inputs(), use_cache=differs)
+
+    return {
+        "token": said(lambda: run({}, other_token=True)),
+        "shape": said(lambda: run({}, slice(3))),
+        "schedule": said(lambda: run({"schedule": "move_q"})),
+        "costs": said(lambda: run({"costs": CostModel(3.0, 0.0)})),
+        "kernel": said(lambda: run({"kernel": "reference"})),
+        "pooled": said(lambda: run({"rows": "pooled"})),
+        "lanes": said(lambda: run({"lanes": halves})),
+        "plan": said(lambda: run({}, lanes=swapped_halves)),
+        "gradients": said(without_gradients),
+        "dtype": said(in_another_dtype),
+        "cache": said(with_a_cache),
+        "layout": said(another_layout),
+    }
+
+
+def late(absent: int, seconds: float) -> str:
+    """What a rank is told when one never calls forward."""
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain)
+    state_of(model).lanes.host = HostGroup(distributed.group.WORLD, timedelta(seconds=seconds))
+    if distributed.get_rank() == absent:
+        return ""
+    return said(lambda: model(**batch.inputs(), use_cache=False))
+
+
+def dies(folder: Path, schedule: str, victim: int, where: str) -> None:
+    """A rank ends in the middle of a forward or a backward; the others write down what they are told, and leave."""
+    rank = distributed.get_rank()
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain, schedule=schedule)
+
+    def step() -> None:
+        logits = model(**batch.inputs(), use_cache=False).logits
+        if where == "backward":
+            deadly()
+        logits.sum().backward()
+
+    def deadly() -> None:
+        if rank == victim:
+            patch = mock.patch.object(attention, "_keys", lambda *_: os._exit(1))
+            patch.start()
+
+    if where == "forward":
+        deadly()
+    (folder / str(rank)).write_text(said(step))
+    os._exit(0)  # as a trainer that got an error, which ends what others may wait for
+
+
+def small_errors() -> dict[str, float]:
+    """Batches with fewer tokens than ranks, of one row, or of rows that are one another's beginning; all work."""
+    plain = model_and_truth("llama", 2, "right")[0]
+    errors = {}
+    for name, lengths in {"three tokens": (3,), "a row": (9,), "a row twice": (3, 3), "beginnings": (2, 5, 7)}.items():
+        batch = families.padded([[torch.arange(3, 3 + length)] for length in lengths], "right")
+        truth = families.reference(plain, batch)
+        for schedule in attention.SCHEDULES:
+            got = averaged(families.computed(parallel_model(plain, schedule=schedule), batch))
+            errors[f"{name}, {schedule}"] = max(families.errors(got, truth).values())
+    return errors
+
+
+_KEYS, _WAIT, _MERGE, _SENT_HOME = attention._keys, Pending.wait, merge.partial_softmax, attention._sent_home
+_BACKWARD = attention.backward
+
+
+def _stale_keys(*arguments: Any) -> tuple[Tensor, ...]:
+    """Backward is sent other keys than forward was, as if an optimiser step had come between."""
+    with mock.patch.object(attention, "_keys", lambda k, v, lane: _KEYS(0.9 * k, v, lane)):
+        return _BACKWARD(*arguments)
+
+
+def _without_the_last_step(k: Tensor, v: Tensor, lane: attention.Lane) -> Iterator[tuple[Tensor, Tensor]]:
+    """The last keys of the ring are those of the step before."""
+    found = list(_KEYS(k, v, lane))
+    return iter([*found[:-1], found[-2]])
+
+
+def _of_another_rank(pending: Pending) -> Tensor:
+    """LSEs ``[ranks, queries, H]`` arrive one rank further; all else has more dims."""
+    found = _WAIT(pending)
+    return found.roll(1, 0) if found.ndim == 3 else found
+
+
+def _sinks_in_every_partial(outs: Any, lses: Any, sinks: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    if sinks is not None and len(outs) > 1:
+        merged = [_MERGE([out], [lse], sinks) for out, lse in zip(outs, lses, strict=True)]
+        outs, lses = ([*x] for x in zip(*merged, strict=True))
+    return _MERGE(outs, lses, sinks, **options)
+
+
+def _lost_on_the_last_rank(*arguments: Any) -> tuple[Tensor, ...]:
+    """What other ranks' queries send to its keys."""
+    found = _SENT_HOME(*arguments)
+    last = distributed.get_rank() == distributed.get_world_size() - 1
+    return tuple(torch.zeros_like(x) for x in found) if last else found
+
+
+# What is replaced, by what, and the schedule.
+PLANTED: dict[str, tuple[Any, str, Any, str]] = {
+    "stale keys in backward": (attention, "backward", _stale_keys, attention.ROTATE_KV),
+    "stale gathered keys in backward": (attention, "backward", _stale_keys, attention.GATHER_KV),
+    "a missing step of the ring": (attention, "_keys", _without_the_last_step, attention.ROTATE_KV),
+    "the LSE of another rank": (Pending, "wait", _of_another_rank, attention.MOVE_Q),
+    "a sink in every partial": (merge, "partial_softmax", _sinks_in_every_partial, attention.ROTATE_KV),
+    "lost gradients of one rank's keys": (attention, "_sent_home", _lost_on_the_last_rank, attention.ROTATE_KV),
+}
+
+
+def planted_errors(at: Site, batch: Batch) -> dict[str, dict[str, float]]:
+    """Errors of attention with each fault, and without."""
+    errors = {"none": attention_errors(at, batch, attention.ROTATE_KV)}
+    for name, (where, what, fault, schedule) in PLANTED.items():
+        with mock.patch.object(where, what, fault):
+            errors[name] = attention_errors(at, batch, schedule)
+    return errors

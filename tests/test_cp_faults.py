@@ -1,0 +1,117 @@
+"""Ranks that differ, are late or die: every rank gets an error that says who and what, soon; odd worlds work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from attention_reference import Site
+from cp_workers import halves, model_errors, pooled_errors
+from fault_workers import PLANTED, dies, disagreements, late, planted_errors, small_errors
+from ranks import Ranks
+from test_cp_attention import EXACT, groups
+
+World = Callable[[int], Ranks]
+
+DIFFERENCES = {
+    "token": "token ids and positions (",
+    "shape": "shape ((3, ",
+    "schedule": "lanes (all ranks in one lane, schedule move_q, not all ranks in one lane, schedule None)",
+    "costs": "costs (CostModel(node_tokens=3.0",
+    "kernel": "kernel (reference, not auto)",
+    "pooled": "rows are (pooled, not replicated)",
+    "lanes": "lanes (halves, not all ranks in one lane",
+    "plan": "lane 0 (ranks [2], ",
+    "gradients": "gradients (False, not True)",
+    "dtype": "dtype (torch.float32, not torch.float64)",
+    "cache": "what hinders sharing (",
+    "layout": "tokens (",
+}
+
+
+def test_ranks_that_disagree(worlds: World) -> None:
+    """Every rank says who differs in what, before any of them starts to compute; the next call works."""
+    for rank, found in enumerate(worlds(3).run(disagreements)):
+        assert found.keys() == DIFFERENCES.keys()
+        for name, difference in DIFFERENCES.items():
+            expected = f"must be the same on ranks [0, 1, 2]: rank 1 differs from rank 0 in {difference}"
+            if name in ("pooled", "layout"):  # other things differ with them
+                expected = difference
+            assert expected in found[name] and "rank 1 differs from rank 0" in found[name], (rank, name, found[name])
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come(worlds: World, absent: int) -> None:
+    """It raised before its forward, as a rank that ran out of memory in a reward model does."""
+    for rank, text in enumerate(worlds(3).run(late, absent, 1.0)):
+        if rank != absent:
+            assert f"rank {rank} was left waiting by rank {absent}; look for its own error" in text, text
+
+
+def test_batches_that_are_small_for_their_ranks(worlds: World) -> None:
+    for rank, errors in enumerate(worlds(4).run(small_errors)):
+        assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [5, 6])
+def test_odd_worlds(worlds: World, num_ranks: int) -> None:
+    """More ranks than some parts of the tree have tokens, in one lane and in two, rows replicated and pooled."""
+    for worker, options in (
+        (small_errors, {}),
+        (model_errors, {"name": "llama", "depth": 3, "style": "left", "schedule": "move_q"}),
+        (model_errors, {"name": "gpt_oss", "depth": 2, "style": "right", "lanes": halves}),
+        (pooled_errors, {"name": "llama", "depth": 2, "style": "right", "lonely": True}),
+    ):
+        for rank, errors in enumerate(worlds(num_ranks).run(with_options, worker, options)):
+            assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+
+
+def with_options(worker, options):
+    return worker(**options)
+
+
+# What each planted fault must spoil, and what it leaves as it is.
+SPOILT = {
+    "stale keys in backward": ({"q"}, {"out", "lse"}),
+    "stale gathered keys in backward": ({"q"}, {"out", "lse"}),
+    "a missing step of the ring": ({"out", "lse", "q", "k", "v"}, set()),
+    "the LSE of another rank": ({"out", "lse", "q", "k", "v"}, set()),
+    "a sink in every partial": ({"out", "lse", "sinks"}, set()),
+    "lost gradients of one rank's keys": ({"k", "v"}, {"out", "lse", "q", "sinks"}),
+}
+
+
+def test_planted_faults_are_far_above_tolerance(worlds: World) -> None:
+    """What the tests of attention compare would fail by a factor of a million."""
+    assert SPOILT.keys() == PLANTED.keys()
+    for rank, found in enumerate(worlds(3).run(planted_errors, Site(sinks=True), groups())):
+        assert max(found["none"].values()) <= EXACT
+        for name, (spoilt, kept) in SPOILT.items():
+            # Not `>=`: what a rank never received may be anything, NaN too, which no comparison lets pass.
+            assert not any(found[name][each] < 1e6 * EXACT for each in spoilt), (rank, name, found[name])
+            assert all(found[name][each] <= EXACT for each in kept), (rank, name, found[name])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "where"),
+    [
+        (3, "rotate_kv", "forward"),
+        pytest.param(4, "rotate_kv", "backward", marks=pytest.mark.slow),
+        pytest.param(4, "gather_kv", "forward", marks=pytest.mark.slow),
+        pytest.param(4, "move_q", "backward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_between_transfers(
+    worlds: World, tmp_path: Path, num_ranks: int, schedule: str, where: str
+) -> None:
+    """Nobody waits on; each says which ranks it was waiting for, and its neighbours name it."""
+    with pytest.raises(AssertionError, match="dies: "):  # all leave, as a trainer does at an error
+        worlds(num_ranks).run(dies, tmp_path, schedule, 1, where, seconds=30)
+    found = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert found.keys() == set(range(num_ranks)) - {1}
+    for rank, text in found.items():
+        assert f"rank {rank} was left by rank " in text and "look for its own error" in text, text
+    named = [text for text in found.values() if "1" in text.split("was left by rank")[1].split(";")[0]]
+    assert len(named) >= 2, found
