@@ -137,6 +137,8 @@ def capture_stack(stack: nn.Module) -> tuple[list[AttentionSite], list[Refusal]]
             for name, module in _sites_of(layer_name, layer, calls, stack):
                 inner = plain_name(name)
                 recorded = [call[inner] for call in calls if inner in call]
+                if len(recorded) != len(calls) and "cross" in name:
+                    raise CaptureError(f"{name} is cross-attention, to states that are no tokens of the row")
                 if len(recorded) != len(calls):
                     raise CaptureError(f"the layer does not call its attention module {name}")
                 sites.append(_capture_site(name, module, recorded, cache))

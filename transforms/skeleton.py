@@ -164,7 +164,9 @@ def _recorded(stack: nn.Module, tokens: int, axes: int, *, tuples: bool) -> dict
         unreached = {name for name, arrived in reached.items() if not arrived}
         carrier, by_mask = _reached_otherwise(stack, ids, unreached, tuples) if unreached else (MASK, set())
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
-        raise CaptureError(f"its forward cannot be followed to the attention modules: {error}") from error
+        masks_itself = "finfo" in inspect.unwrap(base_class(stack).forward).__code__.co_names
+        what = "makes masks of attention itself, and " if masks_itself else ""
+        raise CaptureError(f"its forward {what}cannot be followed to the attention modules: {error}") from error
     for name, call in calls.items():
         call.tokens = tokens
         call.carrier = KEYWORD if reached[name] else carrier if name in by_mask else None
