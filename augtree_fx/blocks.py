@@ -76,7 +76,10 @@ def why_not_a_tree(runs: Sequence[Run], num_tokens: int) -> str | None:
         return f"its {least} blocks are more than {MAX_BLOCKS}"
     replayed = [segment for causal, segments in runs if not causal for segment in segments]
     begin = np.array([begin for begin, end in bounds if end > begin], dtype=np.int64)
-    # The mask takes a path to be whole; what calls leave out of it, or see besides, would differ from them.
+    # The mask takes a path to be whole nodes; what calls leave out of it, or see besides, would differ from them.
+    edges = {*begin.tolist(), num_tokens}
+    if any(s.k_begin not in edges or s.k_end not in edges for s in replayed if s.num_queries and s.num_keys):
+        return "its calls are not those of whole paths"
     if sum(s.num_queries * s.num_keys for s in replayed) != _pairs_of_paths(begin, replayed, num_tokens):
         return "its calls are not those of whole paths"
     return None
@@ -154,8 +157,8 @@ def _parents(begin: np.ndarray, replayed: Sequence[Segment]) -> np.ndarray:
     for segment in replayed:
         if segment.num_queries and segment.num_keys:
             below = slice(*np.searchsorted(begin, [segment.q_begin, segment.q_end]))
-            # Levels follow one another, so of two ancestors the nearer one has the larger number.
-            parent[below] = np.maximum(parent[below], np.searchsorted(begin, segment.k_begin))
+            # Levels follow one another, so of two ancestors the nearer one has the larger number: a segment's last.
+            parent[below] = np.maximum(parent[below], np.searchsorted(begin, segment.k_end) - 1)
     return parent
 
 

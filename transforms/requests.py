@@ -246,7 +246,7 @@ def _refuse_device_and_noise(stack: nn.Module, state: StackState, what: str, fou
     embeddings: Any = stack.get_input_embeddings
     device = embeddings().weight.device
     if found is not None and found != device and device.type != "meta":
-        raise ValueError(f"{what} on {found}, the model's embedding is on {device}; move to {device}")
+        raise ValueError(f"{what} on {found}, the model's embedding is on {device}; move them with .to('{device}')")
     if stack.training:
         refuse_noise(stack, state.sites, state.mixers)
 
