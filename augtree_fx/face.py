@@ -86,7 +86,8 @@ def transform(
             Under FSDP2 ranks tell one another how many waves they have, and run as many forwards as the longest.
         memory: instead of that, what a forward and its backward may allocate in the decoder: a number of bytes, a
             string like ``"40GiB"``, or ``"auto"`` for half of what is free on a CUDA device. The caller's own, logits
-            say, has to fit beside it. Branches go through waves only where they do not fit at once.
+            say, has to fit beside it. Branches go through waves only where they do not fit at once. Neither applies to
+            a batch that shares nothing: its original forward runs.
         mesh: one axis of a device mesh, for context parallelism: its ranks call forward together, build one tree, and
             each computes a share of its tokens. Every rank transforms its own copy of the model. Gradients of
             parameters are then to be averaged over the axis, as in data parallelism.

@@ -40,6 +40,7 @@ class TreeLayout:
         position_ids: ``[packed tokens]`` int64, position of each packed token.
         input_ids: ``[packed tokens]`` int64.
         device: where tensors made from the layout go.
+        declared: whether level 0 are prompts that the caller declared, also those without branches.
     """
 
     parent: IntArray
@@ -54,6 +55,7 @@ class TreeLayout:
     position_ids: IntArray
     input_ids: IntArray
     device: torch.device
+    declared: bool = False
 
     @staticmethod
     def from_padded(
@@ -117,7 +119,7 @@ class TreeLayout:
             ValueError: the two lists differ in length, there is no group, or a prompt is empty.
         """
         host, root, ends = batch_rows.group_rows(prompts, responses, torch.device(device))
-        return _assemble(host, root, ends)
+        return replace(_assemble(host, root, ends), declared=True)
 
     @staticmethod
     def from_rows(host: HostRows, *, costs: CostModel | None = None, apart: IntArray | None = None) -> TreeLayout:

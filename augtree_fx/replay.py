@@ -33,6 +33,11 @@ from augtree_fx.waves import Stage, check_max_tokens, plan_waves
 ON_UNUSED = ("error", "skip")
 
 
+def _prompts_of(layout: TreeLayout) -> IntArray:
+    """Nodes that are prompts: of level 0 with branches, or all of level 0 where prompts were declared."""
+    return np.flatnonzero(layout.level == 0) if layout.declared else plan_waves(layout, None).nodes
+
+
 def _described(layout: TreeLayout, predictions: Predictions) -> dict[str, Any]:
     """What ranks must agree on to compute one batch together."""
     return {
@@ -75,7 +80,7 @@ def prefill(
         activations: of prompts, until their backward: ``"keep"`` them; ``"recompute"`` them then, one chunk at a time,
             so that besides K and V only one chunk of a prompt is ever alive; ``"offload"`` them to pinned host memory.
         scored: ``layout.shape``, non-zero at tokens whose log-probs are wanted. By default all tokens but the first of
-            each row and those of prompts: of nodes at level 0 that have branches.
+            each row and those of prompts: of nodes at level 0 that have branches, all of them in `from_groups`.
         on_unused: what to do about a wave without a backward, or waves that are left over: ``"error"``, or ``"skip"``,
             then they count as waves without a loss.
 
@@ -84,11 +89,16 @@ def prefill(
         an exception nothing is left: the parameters' gradients are what they were before.
 
     Raises:
+        TypeError: ``layout`` is no layout, or ``scored`` no tensor.
         ValueError: the model is not transformed, ``scored`` has another shape, ``on_unused`` or ``activations`` is
             unknown, a number of tokens is below 1, or ``memory`` cannot be read, is given with ``max_wave_tokens``, or
             (on entering) does not hold the prompts and a wave.
         NotImplementedError: what the model's layers or wrappers do cannot be cut into waves.
     """
+    if not isinstance(layout, TreeLayout):
+        raise TypeError(f"layout must be a TreeLayout, got {type(layout).__name__}; TreeLayout.from_padded makes one")
+    if scored is not None and not isinstance(scored, Tensor):
+        raise TypeError(f"scored must be a tensor of the batch's shape, got {type(scored).__name__}")
     stack = find_stack(model)
     if not is_installed(stack):
         raise ValueError(f"{type(model).__name__} is not transformed; augtree_fx.transform(model) does that")
@@ -111,8 +121,7 @@ def prefill(
             "DistributedDataParallel expects one backward a forward; pass model.module and average the gradients after "
             "the block, or use FSDP2"
         )
-    prompts = plan_waves(layout, None).nodes
-    slots = scored_slots(layout, scored, prompts)
+    slots = scored_slots(layout, scored, _prompts_of(layout))
     split, chunks = split_prompts(layout, max_prompt_tokens or max(layout.num_tokens, 1))
     runner = StageRunner(model, stack, getattr(stack, STATE), split, dormant=activations)
     return Tree(runner, chunks, max_wave_tokens, memory, Predictions.of(split, slots), on_unused)
@@ -170,6 +179,7 @@ class Tree:
             ValueError: ``max_tokens`` is below 1, or `prefill` was given a budget of memory.
         """
         check_memory(self._memory, max_tokens)
+        check_max_tokens("max_tokens", max_tokens)
         if self._state != "entered":
             raise RuntimeError(
                 "waves are taken once, inside the block: `with augtree_fx.prefill(model, layout) as tree`"
@@ -221,6 +231,11 @@ class Tree:
             yield from self._hand_out(self._own_wave(stage))
         for nodes in plan.waves:
             self._runner.check_parameters()
+            if self._runner.with_grad and not torch.is_grad_enabled() and self._on_unused == "error":
+                raise RuntimeError(
+                    "a wave was asked for under torch.no_grad(), in a block that was entered with gradients; leave "
+                    "no_grad, or pass on_unused='skip' for waves without a loss"
+                )
             yield from self._hand_out(self._branches(stage, nodes) if len(nodes) else self._empty(self._runner.idle()))
 
     def _own_wave(self, stage: ComputedStage) -> Wave:
@@ -264,7 +279,7 @@ class Tree:
                 "torch.autograd.grad"
             )
         self._runner.check_parameters(wave.ran_backward and wave.num_tokens > 0)
-        wave.free()
+        wave.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -282,7 +297,7 @@ class Tree:
             self._open.clear()
             self._root = None
             if self._wave is not None:
-                self._wave.free()
+                self._wave.close()
             self._runner.end(keep=completed)
 
     def _finish(self) -> None:

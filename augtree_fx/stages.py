@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.computed_stage import ComputedStage, leaves_of, watched
 from augtree_fx.dtensor_ops.shards import Shards
+from augtree_fx.gradient_watch import GradientWatch
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import groups_of, smallest
 from augtree_fx.memory import Memory, budget_bytes
@@ -95,6 +96,8 @@ class StageRunner:
     _entered: tuple[str, bool, torch.dtype] | None = None
     _with_gradient: int = 0
     _sharded: list[nn.Module] = field(default_factory=list)
+    _where: list[tuple[int, int]] = field(default_factory=list)
+    _watch: GradientWatch | None = None
     _offloads: list[Offload] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -115,6 +118,12 @@ class StageRunner:
         self._saved = [(p, p._version, p.grad) for p in self.model.parameters() if p.requires_grad]
         for parameter, _, _ in self._saved:
             parameter.grad = None
+        self._where = [(id(p), p.data_ptr()) for p in self._own_parameters()]
+        self._watch = GradientWatch([parameter for parameter, _, _ in self._saved])
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """Parameters that stay what they are: FSDP2 puts others in their place for a while."""
+        return [] if self.groups else list(self.model.parameters())
 
     def end(self, *, keep: bool) -> None:
         """Give the gradients back, those of the waves added to them if they are to be kept."""
@@ -124,6 +133,8 @@ class StageRunner:
             elif before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._saved = []
+        if self._watch is not None:
+            self._watch.remove()
         for offload in self._offloads:
             offload.close()
         self._offloads = []
@@ -136,13 +147,19 @@ class StageRunner:
             backward_ran: of a wave, so that some parameter must have a gradient.
         """
         changed = sum(parameter._version != version for parameter, version, _ in self._saved)
+        now = [(id(p), p.data_ptr()) for p in self._own_parameters()]
+        changed = max(changed, sum(a != b for a, b in zip(now, self._where, strict=True)))
         if changed:
             raise RuntimeError(
                 f"{changed} parameters changed since prefill; step the optimizer after the block, not between waves"
             )
         with_gradient = sum(parameter.grad is not None for parameter, _, _ in self._saved)
-        if with_gradient < max(self._with_gradient, int(backward_ran)):
-            raise RuntimeError("gradients were cleared between waves; call zero_grad() before augtree_fx.prefill")
+        touched = 0 if self._watch is None else self._watch.num_touched()
+        if touched or with_gradient < max(self._with_gradient, int(backward_ran)):
+            raise RuntimeError(
+                f"gradients were cleared or changed between waves, those of {touched or 'all'} parameters; call "
+                "zero_grad() before augtree_fx.prefill, clip and unscale after the block"
+            )
         self._with_gradient = with_gradient
 
     def wave_tokens(self, memory: Memory) -> int:

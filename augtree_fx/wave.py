@@ -44,7 +44,7 @@ class Wave:
             for x in (predictions.row, predictions.index, predictions.slot, layout.input_ids[predictions.target])
         )
         self.num_tokens = 0 if own is None else len(own[0])
-        self._runner, self._spent, self._ran = runner, False, False
+        self._runner, self._spent, self._ran, self._closed = runner, False, False, False
         self._arrivals = [
             stage.arrivals
             for stage in stages
@@ -79,7 +79,7 @@ class Wave:
             RuntimeError: as `hidden_states`.
             NotImplementedError: the model has no head with a token's logits.
         """
-        return _logits(self._runner.head(self.hidden_states()), self._runner)
+        return self._guarded(_logits(self._runner.head(self.hidden_states()), self._runner))
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         """``[n]`` log-probs of the scored tokens in float32 (float64 of a float64 model), natural.
@@ -115,10 +115,25 @@ class Wave:
             return function(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
         pairs = zip(self.hidden_states().split(HEAD_TOKENS), self.labels.split(HEAD_TOKENS), strict=True)
-        return torch.cat([checkpoint(chunk, hidden, labels, use_reentrant=False) for hidden, labels in pairs])
+        chunks = [checkpoint(chunk, hidden, labels, use_reentrant=False) for hidden, labels in pairs]
+        return self._guarded(torch.cat(chunks))
+
+    def _guarded(self, output: Tensor) -> Tensor:
+        """An output whose backward is refused at its start once the wave is over: no gradient of the head adds up."""
+        if output.requires_grad:
+            output.register_hook(self._refuse_if_over)
+        return output
+
+    def _refuse_if_over(self, gradient: Tensor) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "this wave is over: the next one was asked for, or the block was left, and its gradient would miss the "
+                "prompts; call backward inside the loop over tree.waves(), before the next wave"
+            )
 
     def _note_backward(self, gradient: Tensor) -> None:
-        self.free()
+        self._refuse_if_over(gradient)
+        self._free()
         self._ran, self.wants_backward = True, False
 
     def _num_arrivals(self) -> int:
@@ -134,8 +149,12 @@ class Wave:
         """Whether a backward ran that did not go on to the prompts."""
         return self._ran and bool(self._arrivals) and self._num_arrivals() == self._arrived
 
-    def free(self) -> None:
-        """Drop what the wave holds; its indices stay."""
+    def close(self) -> None:
+        """End the wave: drop what it holds, and let no backward run through it any more; its indices stay."""
+        self._free()
+        self._closed = True
+
+    def _free(self) -> None:
         self._hidden, self._spent = None, True
 
     def __repr__(self) -> str:

@@ -58,7 +58,7 @@ class Stage:
 
 def check_max_tokens(name: str, value: int | None) -> None:
     """Raise ValueError if a number of tokens is not a whole number of at least 1, or ``None``."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
         raise ValueError(f"{name} must be at least 1, a whole number, got {value!r}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -225,7 +225,7 @@ def test_wrong_arguments(model: nn.Module) -> None:
     text = "max_wave_tokens must be at least 1, a whole number, got 0"
     with raises(ValueError, text):
         prefill(model, 0)
-    with raises(ValueError, text), prefill(model) as tree:
+    with raises(ValueError, text.replace("max_wave_tokens", "max_tokens")), prefill(model) as tree:
         tree.waves(0)
     with raises(ValueError, "on_unused must be one of error, skip, got 'ignore'"):
         prefill(model, on_unused="ignore")
@@ -360,3 +360,72 @@ def test_a_copy_made_inside_of_the_block(model: nn.Module) -> None:
         twin = copy.deepcopy(model)
     with prefill(twin, on_unused="skip"):
         pass
+
+
+def clear(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def clear_in_place(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("touch", [clear, clear_in_place, clip])
+@pytest.mark.parametrize("when", ["before backward", "between waves", "after the last"])
+def test_gradients_that_are_touched(touch: Callable[[nn.Module], None], when: str, model: nn.Module) -> None:
+    with raises(RuntimeError, "gradients were cleared or changed between waves"), prefill(model) as tree:
+        for number, wave in enumerate(tree.waves()):
+            if number == 1 and when == "before backward":
+                touch(model)
+            backward_of(wave, WEIGHT)
+            if number == 1 and when == "between waves":
+                touch(model)
+        if when == "after the last":
+            touch(model)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_backward_of_a_wave_that_is_over(left: bool, model: nn.Module) -> None:
+    kept: list[torch.Tensor] = []
+    with raises(RuntimeError, "this wave is over: the next one was asked for, or the block was left"):
+        with prefill(model, on_unused="skip") as tree:
+            for wave in tree.waves():
+                if kept and not left:
+                    kept[0].backward()
+                kept.append(wave.logprobs().sum())
+        kept[0].backward()
+
+
+def test_waves_without_gradients_in_a_block_with_them(model: nn.Module) -> None:
+    with raises(RuntimeError, "a wave was asked for under torch.no_grad()"), prefill(model) as tree:
+        with torch.no_grad():
+            for wave in tree.waves():
+                wave.logprobs()
+
+
+def test_parameters_that_are_replaced(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    with raises(RuntimeError, "parameters changed since prefill"), prefill(original) as tree:
+        for wave in tree.waves():
+            backward_of(wave, WEIGHT)
+            original.load_state_dict({name: x.clone() for name, x in original.state_dict().items()}, assign=True)
+
+
+def test_what_is_no_layout_or_tensor(model: nn.Module) -> None:
+    with raises(TypeError, "layout must be a TreeLayout, got Tensor; TreeLayout.from_padded makes one"):
+        augtree_fx.prefill(model, torch.ones(2, 3))
+    with raises(TypeError, "scored must be a tensor of the batch's shape, got list"):
+        augtree_fx.prefill(model, CASE.layout, scored=[1])
+
+
+def test_a_declared_group_without_responses_scores_nothing(model: nn.Module) -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    prompts = [torch.arange(3, 9), torch.arange(20, 29)]
+    layout = TreeLayout.from_groups(prompts, [[torch.tensor([5, 6]), torch.tensor([7, 8])], [empty, empty]])
+    with torch.no_grad(), augtree_fx.prefill(model, layout) as tree:
+        rows = torch.cat([wave.row for wave in tree.waves()])
+    assert sorted(set(rows.tolist())) == [0, 1]

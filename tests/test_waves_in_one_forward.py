@@ -255,3 +255,15 @@ def test_what_waves_refuse_runs_the_original_forward_where_that_is_wanted(parts:
     assert torch.equal(model(rows, use_cache=False).logits, plain(rows, use_cache=False).logits)
     assert not parts and model.model._augtree_state.num_shared == 0
     assert "dynamic is scaled" in next(iter(model.model._augtree_state.fallbacks))
+
+
+def test_rows_that_share_nothing_go_through_waves_beside_those_that_do(parts: list[Any]) -> None:
+    """What counts is all that is no prompt, unrelated rows too."""
+    plain = families.without_upcasts("llama")
+    prompt = torch.arange(3, 15)
+    rows = [[prompt, torch.tensor([20, 21])], [prompt, torch.tensor([30, 31])]]
+    rows += [[torch.arange(40 + number, 50 + number)] for number in range(6)]
+    batch = padded(rows, "right")
+    found = families.computed(in_parts(plain, 20), batch)
+    assert parts and len(list(parts[-1].walk())) >= 3
+    assert max(families.errors(found, families.reference(plain, batch)).values()) <= EXACT

@@ -65,6 +65,7 @@ def footprint(stack: nn.Module, state: StackState, forward: Forward) -> Footprin
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers),
         sum(parameter.requires_grad for parameter in stack.parameters()),
+        next(stack.parameters()).dtype,
         tuple({type(layer) for layer in layers}),
     )
     if key not in state.footprints:

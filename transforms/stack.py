@@ -214,8 +214,9 @@ def _footprint(stack: nn.Module, state: StackState, original: Callable[..., Any]
 
 
 def _branch_tokens(layout: TreeLayout) -> int:
-    """Tokens of the nodes that go through waves: all but prompts."""
-    return int(layout.length[layout.parent >= 0].sum())
+    """Tokens of the nodes that go through waves: all but prompts, which are roots with branches."""
+    childless = ~np.isin(np.arange(layout.num_nodes), layout.parent)
+    return int(layout.length[(layout.parent >= 0) | childless].sum())
 
 
 def _note(state: StackState, reason: str) -> None:

@@ -75,10 +75,14 @@ class WaveBudget:
     max_tokens: int | None
 
     def __str__(self) -> str:
-        spent = "".join(f" - {name} {shown(size)}" for name, size in self.parts.items() if size)
         if self.max_tokens is None:
-            return f"all in one forward, {shown(self.wave_bytes)}: {shown(self.memory)}{spent}"
-        return f"waves of {self.max_tokens} tokens, {shown(self.wave_bytes)} each: {shown(self.memory)}{spent}"
+            return f"all in one forward, {shown(self.wave_bytes)}: {shown(self.memory)}{self.spent}"
+        return f"waves of {self.max_tokens} tokens, {shown(self.wave_bytes)} each: {shown(self.memory)}{self.spent}"
+
+    @property
+    def spent(self) -> str:
+        """What is set aside, in words."""
+        return "".join(f" - {name} {shown(size)}" for name, size in self.parts.items() if size)
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,8 @@ def choose_waves(
     if tokens < 1:
         raise ValueError(
             f"memory must hold prompts and a wave of at least 1 token, which takes {shown(wave_bytes(1))}; "
-            f"{shown(memory)}{str(budget).partition(shown(memory))[2]} leaves {shown(left)}. Give more, or let prompts "
-            "take less: max_prompt_tokens and activations='recompute' of augtree_fx.prefill"
+            f"{shown(memory)}{budget.spent} leaves {shown(left)}. Give more, or let prompts take less: checkpoint the "
+            "layers, or activations='recompute' of augtree_fx.prefill"
         )
     again = int((footprint.layer + (0.0 if kept else footprint.kept)) * extent.stage)
     if again > left:
