@@ -10,8 +10,8 @@ from torch import nn
 class GradientWatch:
     """Follows gradients from one accumulation to the next, by object and version.
 
-    Autograd adds to a gradient in place, which raises its version by one. FSDP2 sets gradients of its shards itself:
-    those are not followed.
+    Autograd adds to a gradient in place, which raises its version by one. FSDP2 adds to its shards by itself: what it
+    shards is not to be followed.
 
     Args:
         parameters: whose gradients; they have none yet.

@@ -119,7 +119,7 @@ class StageRunner:
         for parameter, _, _ in self._saved:
             parameter.grad = None
         self._where = [(id(p), p.data_ptr()) for p in self._own_parameters()]
-        self._watch = GradientWatch([parameter for parameter, _, _ in self._saved])
+        self._watch = GradientWatch([] if self.groups else [parameter for parameter, _, _ in self._saved])
 
     def _own_parameters(self) -> list[nn.Parameter]:
         """Parameters that stay what they are: FSDP2 puts others in their place for a while."""
