@@ -147,7 +147,7 @@ def test_one_autocast_for_prompts_and_branches() -> None:
 def test_gradients_that_are_cleared_between_waves() -> None:
     model = shared(without_upcasts("llama"))
     with (
-        pytest.raises(RuntimeError, match=r"gradients were cleared between waves; call zero_grad\(\) before"),
+        pytest.raises(RuntimeError, match="gradients were cleared or changed between waves"),
         augtree_fx.prefill(model, two_responses()) as tree,
     ):
         for wave in tree.waves(4):
