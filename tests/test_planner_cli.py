@@ -57,7 +57,7 @@ def test_plan_of_unequal_groups(capsys: pytest.CaptureFixture[str]) -> None:
 def test_usage_errors_of_plan(
     workload: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its environment was read at import
     assert "--prompt and --responses, or --workload, got neither" in usage_error(["plan", "--world", "2"], capsys)
     assert "drop one" in usage_error([*PLAN, "--workload", workload], capsys)
     assert "responses must be NxR" in usage_error([*PLAN, "--responses", "4"], capsys)

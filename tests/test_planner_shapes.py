@@ -146,7 +146,7 @@ def test_model_from_a_config_file(tmp_path: Path) -> None:
 
 
 def test_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its environment was read at import
     with pytest.raises(ValueError, match="got 'nobody/nothing' .* built in are Qwen/Qwen3-0.6B"):
         model_shape("nobody/nothing")
     with pytest.raises(ValueError, match="a config must have num_hidden_layers, found"):
