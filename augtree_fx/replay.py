@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from augtree_fx.computed_stage import ComputedStage
-from augtree_fx.dtensor_ops.agreement import digest
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import pad_to_all
 from augtree_fx.memory import Memory, check_memory
@@ -36,15 +34,6 @@ ON_UNUSED = ("error", "skip")
 def _prompts_of(layout: TreeLayout) -> IntArray:
     """Nodes that are prompts: of level 0 with branches, or all of level 0 where prompts were declared."""
     return np.flatnonzero(layout.level == 0) if layout.declared else plan_waves(layout, None).nodes
-
-
-def _described(layout: TreeLayout, predictions: Predictions) -> dict[str, Any]:
-    """What ranks must agree on to compute one batch together."""
-    return {
-        "tokens": layout.num_tokens,
-        "token ids and tree": digest(layout.input_ids, layout.position_ids, layout.parent, layout.length),
-        "scored tokens": digest(predictions.row, predictions.index),
-    }
 
 
 def prefill(
@@ -155,7 +144,7 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
-            self._runner.agree("a prefill", _described(self.layout, self._predictions))
+            self._runner.agree_on_batch(self._predictions)
             if self._memory is not None:
                 self._max_wave_tokens = self._runner.wave_tokens(self._memory)
             plan = Stage(self._prompts)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from augtree_fx.computed_stage import ComputedStage, leaves_of, watched
+from augtree_fx.dtensor_ops.agreement import digest
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.gradient_watch import GradientWatch
 from augtree_fx.layout import TreeLayout
@@ -24,7 +25,7 @@ from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, Shel
 from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.packing import make_context, packed_arguments
-from augtree_fx.transforms.parallel import wave_arguments
+from augtree_fx.transforms.parallel import described, wave_arguments
 from augtree_fx.transforms.requests import refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT, named_layers
 from augtree_fx.transforms.state import StackState
@@ -237,6 +238,12 @@ class StageRunner:
         if self._sharded and found.requires_grad:
             found.register_hook(lambda _: _gather_parameters(self._sharded))
         return found[0]
+
+    def agree_on_batch(self, predictions: Predictions) -> None:
+        """Under a mesh: raise RuntimeError unless all ranks run one layout, scored alike, with the same settings."""
+        if self.state.lanes is not None:
+            batch = described(self.stack, self.state, self.state.lanes, self.layout)
+            self.agree("a prefill", {**batch, "scored tokens": digest(predictions.row, predictions.index)})
 
     def agree(self, what: str, described: dict[str, Any]) -> None:
         """Under a mesh: raise RuntimeError unless all ranks say the same."""

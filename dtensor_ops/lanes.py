@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import NoReturn
 
 import numpy as np
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from augtree_fx.dtensor_ops.agreement import TIMEOUT, HostGroup, digest
+from augtree_fx.dtensor_ops.agreement import HostGroup, digest
 from augtree_fx.dtensor_ops.attention import GATHER_KV, MOVE_Q, ROTATE_KV, SCHEDULES
 from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, Shards
 from augtree_fx.layout import TreeLayout
@@ -218,14 +217,3 @@ def check_lanes(plans: Sequence[LanePlan], num_ranks: int, num_rows: int) -> Non
     unknown = [plan.schedule for plan in plans if plan.schedule not in SCHEDULES]
     if unknown:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {unknown[0]!r}")
-
-
-def lanes_of(
-    group: ProcessGroup,
-    rows: str,
-    choose: Choose,
-    min_chunk_tokens: int = MIN_CHUNK_TOKENS,
-    timeout: timedelta = TIMEOUT,
-) -> Lanes:
-    """Lanes of a mesh axis; every rank of its group calls it at the same time."""
-    return Lanes(HostGroup(group, timeout), rows, choose, min_chunk_tokens=min_chunk_tokens)

@@ -53,11 +53,11 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         reason = str(unshared) or "it asks for a KV cache, or generates"
     except (ValueError, NotImplementedError) as raised:
         reason, error = str(raised), raised
-    described = {"what hinders sharing": reason, **_settings(stack, state, lanes)}
+    said = {"what hinders sharing": reason, **_settings(stack, state, lanes)}
     if rows is not None and lanes.rows == "replicated":
-        described |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
+        said |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
     pooled = rows if lanes.rows == "pooled" else None
-    found = lanes.host.exchange((described, None if pooled is None else _on_host(pooled)))
+    found = lanes.host.exchange((said, None if pooled is None else _on_host(pooled)))
     lanes.host.check("what ranks do with a batch", [each for each, _ in found])
     if error is not None:
         raise error
@@ -87,16 +87,20 @@ def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeL
     Raises:
         RuntimeError: ranks disagree on the layout.
     """
-    tokens = digest(layout.length, layout.parent, layout.input_ids, layout.position_ids)
-    described = {"nodes": layout.num_nodes, "tokens": layout.num_tokens, "token ids and positions": tokens}
-    described |= _settings(stack, state, lanes)
-    lanes.host.agree("an explicit layout", described)
+    lanes.host.agree("an explicit layout", described(stack, state, lanes, layout))
 
     def subtree(some: tuple[int, ...]) -> TreeLayout:
         raise ValueError(f"an explicit layout of {layout.num_rows} rows runs in one lane, got one of {len(some)} rows")
 
     part = lanes.part(layout, subtree)
     return _packed_call(stack, state, lanes, part, part.index, layout.shape)
+
+
+def described(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> dict[str, Any]:
+    """An explicit layout and the settings it runs with, for ranks to compare."""
+    tokens = digest(layout.length, layout.parent, layout.input_ids, layout.position_ids)
+    batch = {"nodes": layout.num_nodes, "tokens": layout.num_tokens, "token ids and positions": tokens}
+    return batch | _settings(stack, state, lanes)
 
 
 def _settings(stack: nn.Module, state: StackState, lanes: Lanes) -> dict[str, Any]:
