@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
-from torch import distributed
 from torch.distributed import ProcessGroup
 
 from augtree_fx.dtensor_ops.agreement import HostGroup, digest
@@ -128,7 +127,7 @@ class Lanes:
     choose: Choose
     schedule: str | None = None
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
-    _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)  # None where others are
 
     def __deepcopy__(self, memo: object) -> Lanes:
         """A copy of a model runs on the same ranks."""
@@ -189,19 +188,21 @@ class Lanes:
             index[here] = np.array(plan.ranks)[lane_rank] * share + place
         mine = next(number for number, plan in enumerate(plans) if self.host.rank in plan.ranks)
         ranks = plans[mine].ranks
-        group = self._group(ranks).group_name
-        return LanePart(parts[mine], ranks.index(self.host.rank), group, plans[mine].schedule, share, index)
+        self._make_groups([plan.ranks for plan in plans], ranks)
+        group = self._groups[ranks]
+        assert group is not None, "a rank makes the group of its own lane"
+        return LanePart(parts[mine], ranks.index(self.host.rank), group.group_name, plans[mine].schedule, share, index)
 
-    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        if len(ranks) == self.num_ranks:
-            return self.host.group
-        if ranks not in self._groups:
-            everywhere = [self.host.ranks[rank] for rank in ranks]
-            self._groups[ranks] = distributed.new_group(
-                everywhere, self.host.timeout, backend=distributed.get_backend(self.host.group),
-                use_local_synchronization=True,
-            )  # fmt: skip
-        return self._groups[ranks]
+    def _make_groups(self, lanes: Sequence[tuple[int, ...]], mine: tuple[int, ...]) -> None:
+        """Groups of lanes that there were none of before; all ranks know of all of them, and make theirs together."""
+        missing = [ranks for ranks in lanes if ranks not in self._groups]
+        if not missing:
+            return
+        if len(missing[0]) == self.num_ranks:
+            found = self.host.group
+        else:
+            found = self.host.new_group(mine if mine in missing else None)
+        self._groups |= {ranks: found if ranks == mine else None for ranks in missing}
 
 
 def check_lanes(plans: Sequence[LanePlan], num_ranks: int, num_rows: int) -> None:

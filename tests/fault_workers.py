@@ -134,6 +134,34 @@ def small_errors() -> dict[str, float]:
     return errors
 
 
+# Some ranks have the group of their lane from an earlier partition, others need a new one.
+PARTITIONS = ([[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]], [[0, 2], [1]], [[0, 1, 2]])
+
+
+def partition_errors() -> dict[str, float]:
+    """A model in lanes that change, in a world whose groups are not on all ranks, or gone."""
+    if distributed.get_rank() < 2:  # as frameworks make groups: by their members alone
+        distributed.new_group([0, 1], use_local_synchronization=True)
+    gone = distributed.new_group([0, 1, 2])
+    plain, batch, truth = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain)
+    errors = {}
+    for partition in PARTITIONS:
+
+        def choose(layout: TreeLayout, num_ranks: int, partition: list[list[int]] = partition) -> list[LanePlan]:
+            rows = torch.arange(layout.num_rows).tensor_split(len(partition))
+            lanes = zip(partition, rows, strict=True)
+            return [LanePlan(tuple(ranks), tuple(some.tolist()), attention.ROTATE_KV) for ranks, some in lanes]
+
+        state_of(model).lanes.choose = choose
+        model.zero_grad()
+        errors[str(partition)] = max(families.errors(averaged(families.computed(model, batch)), truth).values())
+    distributed.destroy_process_group(gone)  # torch would name the next group as it named an earlier one
+    again = parallel_model(plain, lanes=halves)
+    errors["another model"] = max(families.errors(averaged(families.computed(again, batch)), truth).values())
+    return errors
+
+
 _KEYS, _WAIT, _MERGE, _SENT_HOME = attention._keys, Pending.wait, merge.partial_softmax, attention._sent_home
 _BACKWARD = attention.backward
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attention_reference import Site
 from cp_workers import halves, model_errors, pooled_errors
-from fault_workers import PLANTED, dies, disagreements, late, planted_errors, small_errors
+from fault_workers import PLANTED, dies, disagreements, late, partition_errors, planted_errors, small_errors
 from ranks import Ranks
 from test_cp_attention import EXACT, groups
 
@@ -51,6 +51,12 @@ def test_a_rank_that_does_not_come(worlds: World, absent: int) -> None:
 
 def test_batches_that_are_small_for_their_ranks(worlds: World) -> None:
     for rank, errors in enumerate(worlds(4).run(small_errors)):
+        assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+
+
+def test_lanes_that_change_in_a_world_of_groups_that_differ(worlds: World) -> None:
+    """It does not hang: ranks agree on the name of a group which only some of them make."""
+    for rank, errors in enumerate(worlds(3).run(partition_errors)):
         assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from augtree_fx.dtensor_ops.agreement import HostGroup
 from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.ring import ring_attention
 from augtree_fx.examples.bench.cp.ring_rows import causal_ring
@@ -21,18 +22,17 @@ from augtree_fx.reference import AttentionSpec
 
 
 def make_groups(group: distributed.ProcessGroup) -> dict[range, distributed.ProcessGroup]:
-    """Process groups of all blocks of several ranks that this rank is in; only members of a block make it.
+    """Process groups of all blocks of several ranks that this rank is in.
 
     All ranks call this once and keep the result: a communicator takes seconds to make and memory to keep.
     """
-    rank, members = distributed.get_rank(group), distributed.get_process_group_ranks(group)
-    made: dict[range, distributed.ProcessGroup] = {}
-    for block in blocks_of(len(members)):
-        if rank in block and len(block) == len(members):
+    host, made = HostGroup(group), {}
+    for block in blocks_of(len(host.ranks)):
+        if len(block) == len(host.ranks):
             made[block] = group
-        elif rank in block and len(block) > 1:
-            made[block] = distributed.new_group([members[r] for r in block], use_local_synchronization=True)
-    return made
+        elif len(block) > 1:
+            made[block] = host.new_group(list(block) if host.rank in block else None)
+    return {block: found for block, found in made.items() if found is not None}
 
 
 class DynamicRows(Contender):
