@@ -132,3 +132,39 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         with pytest.raises(SystemExit) as refused:
             main(arguments)
         assert refused.value.code == 2 and re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+@pytest.mark.parametrize("common", ["20", "30"])
+def test_a_step_of_groups_whose_prompts_begin_alike(ranks: Ranks, tmp_path: Path, common: str) -> None:
+    """The tree computes what is common once, the ring for each group; both have the gradients of rows."""
+    arguments = [
+        *STEP,
+        "--groups",
+        "2",
+        "--common",
+        common,
+        "--only",
+        "augtree",
+        "ring-reuse",
+        "ring",
+        "--rows",
+        "6",
+        "4",
+    ]
+    status, printed, figures = run(ranks, arguments, tmp_path / "s.json")
+    rows = {row["name"]: row for row in figures["cases"][0]["rows"]}
+    assert status == 0 and all(row["passed"] and row["differences"]["gradients"] < 1e-5 for row in rows.values()), rows
+    assert sum(rows["augtree"]["tokens"]) == 2 * 30 - int(common) + 6 * 12
+    assert sum(rows["ring, prompt reused"]["tokens"]) == 2 * 30 + 6 * 12
+    assert sum(rows["ring, no reuse"]["tokens"]) == sum(rows["ring, no reuse, 4 rows at a time"]["tokens"]) == 6 * 42
+    assert f"2 groups of 30x3x12, {common} common, tokens" in printed
+
+
+def test_groups_and_what_is_common_are_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        ([*ATTENTION, "--groups", "2"], "are of a step; attention is that of one group"),
+        ([*STEP, "--common", "31"], "a part of every prompt, got 31 tokens and shapes 30x3x12"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            main(arguments)
+        assert refused.value.code == 2 and said in " ".join(capsys.readouterr().err.split())

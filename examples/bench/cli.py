@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -168,6 +169,10 @@ def add_cp(commands: argparse._SubParsersAction) -> None:
         "--check-rows", type=_number, metavar="K",
         help="of a step: only the first K rows have a loss in the parity gate, which runs them one by one",
     )  # fmt: skip
+    parser.add_argument("--groups", type=_number, default=1, help="of a step: groups of the shape; default 1")
+    parser.add_argument(
+        "--common", type=_number, default=0, metavar="TOKENS", help="of a step: tokens that all prompts begin with"
+    )
     parser.add_argument(
         "--seconds", type=_number, default=300, help="a collective that a rank does not join for as long ends the run"
     )
@@ -269,8 +274,15 @@ def _cp(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if unknown:
         parser.error(f"contenders are {', '.join(contenders.KEYS)}, got {', '.join(unknown)}")
     level = "step" if given.step else "attention"
+    shapes = given.shape or [parse_shape(text) for text in CP_SHAPES[level][device.type]]
+    if not given.step and (given.groups > 1 or given.common):
+        parser.error("--groups and --common are of a step; attention is that of one group")
+    if given.common > min(shape.prompt for shape in shapes):
+        parser.error(
+            f"--common is a part of every prompt, got {given.common} tokens and shapes {', '.join(map(str, shapes))}"
+        )
     options = race.Options(
-        shapes=given.shape or [parse_shape(text) for text in CP_SHAPES[level][device.type]],
+        shapes=[replace(shape, groups=given.groups, common=given.common) for shape in shapes],
         keys=[key for key in given.only or contenders.KEYS if key not in given.skip],
         heads=_heads(given, device, parser), dtype=_dtype(given, device), repeats=given.repeats, kernel=given.kernel,
         json=given.json, model=(given.model or MODELS[device.type][-1]) if given.step else None, layers=given.layers,

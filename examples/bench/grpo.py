@@ -19,11 +19,11 @@ HEAD_TOKENS = 2048  # tokens of one chunk of the LM head: 1.2 GB of float32 logi
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one group and what GRPO knows about them.
+    """Rows and what GRPO knows about them.
 
     Attributes:
-        input_ids: ``[rows, prompt + response]``, no padding.
-        prompt: tokens of the prompt.
+        input_ids: ``[rows, prompt + response]``, no padding, group after group.
+        prompt: tokens of each prompt.
         advantages: ``[rows]`` float32.
         old_logps: ``[rows, response]`` float32.
         num_scored: response tokens that the loss is the mean of; a micro-batch keeps that of its batch.
@@ -63,13 +63,14 @@ class Batch:
 def draw_batch(shape: Shape, vocabulary: int, device: torch.device) -> Batch:
     """Random tokens and advantages; old log-probs are still those of a uniform distribution."""
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(vocabulary, (1, shape.prompt), generator=generator).expand(shape.branches, -1)
-    responses = torch.randint(vocabulary, (shape.branches, shape.response), generator=generator)
+    prompts = torch.randint(vocabulary, (shape.groups, shape.prompt), generator=generator)
+    prompts[:, : shape.common] = prompts[0, : shape.common].clone()
+    responses = torch.randint(vocabulary, (shape.num_rows, shape.response), generator=generator)
     return Batch(
-        input_ids=torch.cat([prompt, responses], dim=1).to(device),
+        input_ids=torch.cat([prompts.repeat_interleave(shape.branches, 0), responses], dim=1).to(device),
         prompt=shape.prompt,
-        advantages=torch.randn(shape.branches, generator=generator).to(device),
-        old_logps=torch.full((shape.branches, shape.response), -torch.log(torch.tensor(vocabulary)).item()).to(device),
+        advantages=torch.randn(shape.num_rows, generator=generator).to(device),
+        old_logps=torch.full((shape.num_rows, shape.response), -torch.log(torch.tensor(vocabulary)).item()).to(device),
         num_scored=responses.numel(),
     )
 

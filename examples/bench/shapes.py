@@ -1,4 +1,4 @@
-"""Sizes of a benchmark: one prompt with N responses, and the FLOPs of its attention."""
+"""Sizes of a benchmark: prompts with N responses each, and the FLOPs of one group's attention."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ FORWARD_FLOP, BACKWARD_FLOP = 4, 10
 
 @dataclass(frozen=True)
 class Shape:
-    """A group in tokens.
+    """Groups of one size, in tokens.
 
     Attributes:
-        prompt: tokens of the prompt.
-        branches: number of responses.
+        prompt: tokens of each prompt.
+        branches: number of responses of a group.
         response: tokens of each response.
+        groups: number of groups.
+        common: tokens that all prompts begin with: a system prompt, tools, a document.
     """
 
     prompt: int
     branches: int
     response: int
+    groups: int = 1
+    common: int = 0
 
     def __str__(self) -> str:
-        return f"{self.prompt}x{self.branches}x{self.response}"
+        group = f"{self.prompt}x{self.branches}x{self.response}"
+        return group if self.groups == 1 else f"{self.groups} groups of {group}, {self.common} common,"
+
+    @property
+    def num_rows(self) -> int:
+        """Responses of all groups."""
+        return self.groups * self.branches
 
     @property
     def row_length(self) -> int:
@@ -33,23 +43,25 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens when the prompt is computed once."""
-        return self.prompt + self.branches * self.response
+        """Tokens when whatever rows share is computed once."""
+        return self.common + self.groups * (self.prompt - self.common) + self.num_rows * self.response
 
     @property
     def num_row_tokens(self) -> int:
         """Tokens when every row is computed on its own."""
-        return self.branches * self.row_length
+        return self.num_rows * self.row_length
 
     @property
     def tree_pairs(self) -> int:
-        """(query, key) pairs of the tree: the prompt once, every response on the prompt and on itself."""
-        return causal_pairs(self.prompt) + self.branches * (self.response * self.prompt + causal_pairs(self.response))
+        """(query, key) pairs of the tree: each token once, on its path."""
+        common = causal_pairs(self.common)
+        responses = self.num_rows * (causal_pairs(self.row_length) - causal_pairs(self.prompt))
+        return common + self.groups * (causal_pairs(self.prompt) - common) + responses
 
     @property
     def row_pairs(self) -> int:
         """(query, key) pairs of all rows on their own."""
-        return self.branches * causal_pairs(self.row_length)
+        return self.num_rows * causal_pairs(self.row_length)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Ours(Contender):
 
     def shard(self, rollout: Rollout, device: torch.device) -> Shard:
         """See `Contender.shard`."""
-        layout = _layout(rollout, torch.arange(rollout.num_row_tokens), device)
+        layout = _layout(rollout, torch.from_numpy(rollout.distinct), device)
         shards = Shards.of(layout, self.size)
         tokens = shards.tokens(self.rank)
         held = layout.source[tokens[tokens >= 0]]
@@ -102,6 +102,9 @@ class Ours(Contender):
 
 def _layout(rollout: Rollout, ids: Tensor, device: torch.device) -> TreeLayout:
     """The tree of a batch whose row tokens are ``ids``, on the host."""
+    if rollout.common:  # more levels than a group declares
+        starts = torch.from_numpy(rollout.row_starts).to(device)
+        return TreeLayout.from_packed(ids[None].to(device), cu_seq_lens=starts)
     rows = list(ids.split(rollout.row_lengths))
     prompts: list[Tensor] = []
     responses: list[list[Tensor]] = []

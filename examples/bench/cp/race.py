@@ -105,19 +105,19 @@ def _race_steps(
     world: World, options: Options, model: Any, shape: Shape, built: dict[str, Contender], kept: dict[str, Any],
     results: timing.Results,
 ) -> None:  # fmt: skip
-    check = min(options.check_rows or shape.branches, shape.branches)
+    check = min(options.check_rows or shape.num_rows, shape.num_rows)
     example = torch.empty(2, 2, 128, dtype=options.dtype, device=world.device)
     rows_kernel = varlen.best_kernel(example, example[:, :1])
     case = step.prepare(world, model, shape, check, rows_kernel, options.checkpointing)
     kept["bounds"] = case.bounds
     for entry in _chosen(options):
-        for rows in dict.fromkeys(min(rows or shape.branches, shape.branches) for rows in options.rows):
+        for rows in dict.fromkeys(min(rows or shape.num_rows, shape.num_rows) for rows in options.rows):
 
             def measure(contender: Contender, rows: int = rows) -> dict[str, Any]:
-                rows = shape.branches if contender.reuse else rows
+                rows = shape.num_rows if contender.reuse else rows
                 return step.measure(world, contender, case, rows, options.kernel, options.repeats)
 
-            name = entry.name if rows == shape.branches else f"{entry.name}, {rows} rows at a time"
+            name = entry.name if rows == shape.num_rows else f"{entry.name}, {rows} rows at a time"
             model.zero_grad(set_to_none=True)
             _add_row(world, entry, name, measure, built, kept, results)
             if entry.key not in built or built[entry.key].reuse:
@@ -164,9 +164,10 @@ def table(kept: dict[str, Any]) -> str:
     attention_level = kept["level"] == "attention"
     times = ["forward", "backward", "both"] if attention_level else ["step"]
     rates = ["tree TFLOP/s a rank", "of matmul"] if attention_level else []
+    peaks = ["peak GiB"] if attention_level else ["peak GiB", "activations"]
     errors = "errors out dq dk dv" if attention_level else "differences log-probs, grad norm, gradients"
     ratio = f"time / {kept['against']}" if kept["against"] else "ratio"
-    headers = ["ms (spread)", *times, *rates, "peak GiB", "tokens, most and least", ratio, errors]
+    headers = ["ms (spread)", *times, *rates, *peaks, "tokens, most and least", ratio, errors]
     lines = [_line(row, times, bool(rates), len(headers)) for row in kept["rows"]]
     reasons = [f"{row['name']}: {row['reason']}" for row in kept["rows"] if row["passed"] is None]
     reasons += [_parts(row) for row in kept["rows"] if "compute" in row]
@@ -190,6 +191,7 @@ def _line(row: dict[str, Any], times: list[str], rates: bool, width: int) -> lis
         state = "did not run" if row["passed"] is None else "parity failed"
         return [row["name"], state, *[""] * (width - 3), errors]
     shown = [f"{row['tflops_a_rank']:.3g}", f"{row['of_ceiling']:.2f}"] if rates else []
-    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    kept = (row[name] for name in ("peak_gib", "activations_gib") if name in row)
+    peaks = ["-" if peak is None else f"{peak:.1f}" for peak in kept]
     tokens = f"{max(row['tokens'])} {min(row['tokens'])}"
-    return [row["name"], *(str(row[name]) for name in times), *shown, peak, tokens, f"{row['ratio']:.2f}x", errors]
+    return [row["name"], *(str(row[name]) for name in times), *shown, *peaks, tokens, f"{row['ratio']:.2f}x", errors]

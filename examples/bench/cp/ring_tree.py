@@ -8,7 +8,8 @@ Prompts are zigzag shards, computed once; every response is a zigzag shard too. 
     responses on themselves    causal, as any ring
     responses on prompts       unmasked: all local responses of a group against the visiting shard of its prompt
 
-Keys always move, whatever is longer; there is no other direction to choose.
+Keys always move, whatever is longer; there is no other direction to choose. What prompts of several groups
+have in common is computed for each of them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class RingTree(Contender):
 
     def shard(self, rollout: Rollout, device: torch.device) -> Shard:
         """See `Contender.shard`."""
+        rollout = rollout.apart
         prompts, responses = self._zigzags(rollout)
         held = np.concatenate(
             [

@@ -9,7 +9,7 @@ predicts which label, looked up in the whole rows, never by a shift inside a sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,10 +24,12 @@ class Rollout:
     Attributes:
         prompts: length of each group's prompt, at least 1.
         responses: lengths of each group's responses.
+        common: tokens that all prompts begin with, which only a tree of several levels computes once.
     """
 
     prompts: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
+    common: int = 0
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses) or not self.prompts:
@@ -40,11 +42,32 @@ class Rollout:
                 f"prompts must have at least 1 token and responses none below 0, got {self.prompts} and "
                 f"{self.responses}; leave the group out"
             )
+        if not 0 <= self.common <= min(self.prompts):
+            raise ValueError(
+                f"all prompts begin with what is common, got {self.common} tokens and prompts of {self.prompts}; "
+                "leave less common"
+            )
 
     @staticmethod
     def of(shape: Shape) -> Rollout:
-        """The one group of a benchmark's shape."""
-        return Rollout((shape.prompt,), ((shape.response,) * shape.branches,))
+        """The groups of a benchmark's shape."""
+        groups = ((shape.response,) * shape.branches,) * shape.groups
+        return Rollout((shape.prompt,) * shape.groups, groups, shape.common)
+
+    def first(self, rows: int) -> Rollout:
+        """Its first rows alone."""
+        left, groups = rows, []
+        for group in self.responses:
+            groups.append(group[:left])
+            left -= len(groups[-1])
+            if not left:
+                break
+        return Rollout(self.prompts[: len(groups)], tuple(groups), self.common)
+
+    @property
+    def apart(self) -> Rollout:
+        """The same groups, of which each computes its whole prompt."""
+        return replace(self, common=0)
 
     @property
     def flat_responses(self) -> list[int]:
@@ -71,7 +94,7 @@ class Rollout:
 
     @property
     def num_distinct(self) -> int:
-        return sum(self.prompts) + sum(self.flat_responses)
+        return sum(self.prompts) + sum(self.flat_responses) - (len(self.prompts) - 1) * self.common
 
     @cached_property
     def position(self) -> np.ndarray:
@@ -80,13 +103,13 @@ class Rollout:
 
     @property
     def prompt_starts(self) -> list[int]:
-        """First distinct token of each prompt."""
+        """First distinct token of each prompt, were nothing common to two of them; `apart` has no other."""
         sizes = [prompt + sum(group) for prompt, group in zip(self.prompts, self.responses, strict=True)]
         return _starts(sizes)[:-1].tolist()
 
     @property
     def response_starts(self) -> list[int]:
-        """First distinct token of each response."""
+        """First distinct token of each response, as of `prompt_starts`."""
         groups = zip(self.prompt_starts, self.prompts, self.responses, strict=True)
         return [start for first, prompt, group in groups for start in (first + prompt + _starts(group)[:-1]).tolist()]
 
@@ -97,7 +120,8 @@ class Rollout:
         for group, start, length in zip(self.group_of_row, self.response_starts, self.flat_responses, strict=True):
             prompt = self.prompt_starts[group]
             parts += [np.arange(prompt, prompt + self.prompts[group]), np.arange(start, start + length)]
-        return np.concatenate(parts)
+            parts[-2][: self.common] = np.arange(self.common)
+        return np.unique(np.concatenate(parts), return_inverse=True)[1]
 
     @cached_property
     def first_copy(self) -> np.ndarray:

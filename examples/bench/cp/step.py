@@ -26,6 +26,7 @@ class Case:
     Attributes:
         model: the same weights everywhere; gradient checkpointing as asked for.
         batch: all rows.
+        rollout: their lengths.
         check_rows: how many rows of the batch have a loss in the parity gate.
         truth: of those rows, one at a time, without context parallelism.
         bounds: largest differences from it that pass.
@@ -33,6 +34,7 @@ class Case:
 
     model: Any
     batch: Batch
+    rollout: Rollout
     check_rows: int
     truth: Outcome
     bounds: dict[str, float]
@@ -61,13 +63,13 @@ def prepare(world: World, model: Any, shape: Shape, check_rows: int, kernel: str
         for name, bound in one_device.TOLERANCE[dtype].items()
     }
     models.set_checkpointing(model, checkpointing)
-    return Case(model, batch, check_rows, found[0], bounds)
+    return Case(model, batch, Rollout.of(shape), check_rows, found[0], bounds)
 
 
 def measure(
     world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str, repeats: int
 ) -> dict[str, Any]:
-    """Figures of a contender's step, checked on the whole batch with the loss of its first rows, then timed."""
+    """Figures of a contender's step: micro-batches of the first rows are checked, with their loss; all are timed."""
     with contender.prepared(case.model):
         return _measure(world, contender, case, rows_at_a_time, kernel, repeats)
 
@@ -75,30 +77,34 @@ def measure(
 def _measure(
     world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str, repeats: int
 ) -> dict[str, Any]:
-    shards = make_shards(contender, case.batch, rows_at_a_time)
+    shards = make_shards(contender, case, rows_at_a_time)
     figures: dict[str, Any] = {"tokens": world.all_of(sum(shard.num_tokens for shard in shards))}
-    check = case.batch.only(case.check_rows)
-    loss, logps = update(case.model, check, contender, shards, rows_at_a_time, kernel)
+    parts = -(-case.check_rows // rows_at_a_time)
+    check = case.batch.first(parts * rows_at_a_time).only(case.check_rows)
+    loss, logps = update(case.model, check, contender, shards[:parts], rows_at_a_time, kernel)
     outcome = Outcome.of(case.model, (loss, logps[: case.check_rows]))
     figures["differences"] = case.truth.differences(outcome)
     figures["passed"] = all(figures["differences"][name] <= bound for name, bound in case.bounds.items())
     if not figures["passed"]:
         return figures | {"reason": "parity failed"}
+    others = timing.allocated_gib(world.device)  # weights, gradients, the batch
     timing.reset_peak(world.device)
     figures["step"] = world.measure(
         lambda: update(case.model, case.batch, contender, shards, rows_at_a_time, kernel), repeats, warmups=0
     )
-    figures["peak_gib"] = world.peak_gib()
+    figures["peak_gib"], figures["activations_gib"] = world.peak_gib(), world.peak_gib(others)
     return figures
 
 
-def make_shards(contender: Contender, batch: Batch, rows_at_a_time: int) -> list[Shard]:
-    """This rank's share of each micro-batch."""
-    response = batch.old_logps.shape[1]
-    return [
-        contender.shard(Rollout((batch.prompt,), ((response,) * len(part.input_ids),)), batch.input_ids.device)
-        for part in batch.split(rows_at_a_time)
-    ]
+def make_shards(contender: Contender, case: Case, rows_at_a_time: int) -> list[Shard]:
+    """This rank's share of each micro-batch; one that is not the whole batch is of rows that are not reused."""
+    device, num_rows = case.batch.input_ids.device, len(case.batch.input_ids)
+    if rows_at_a_time >= num_rows:
+        return [contender.shard(case.rollout, device)]
+    assert not contender.reuse, "what is reused is looked for in the whole batch"
+    rows = [len(part.input_ids) for part in case.batch.split(rows_at_a_time)]
+    made = {count: contender.shard(case.rollout.first(count).apart, device) for count in set(rows)}
+    return [made[count] for count in rows]
 
 
 def update(
