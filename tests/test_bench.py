@@ -77,7 +77,16 @@ def test_attention_runs_and_checks_every_rival(tmp_path: Path, capsys: pytest.Ca
     status, printed, figures = run([*ATTENTION, "--kernel", "reference"], tmp_path / "a.json", capsys)
     assert status == 0, printed
     (case,) = figures["cases"]
-    assert case["shape"] == {"prompt": 24, "branches": 3, "response": 8, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    assert case["shape"] == {
+        "prompt": 24,
+        "branches": 3,
+        "response": 8,
+        "groups": 1,
+        "common": 0,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 16,
+    }
     rows = {row["key"]: row for row in case["rows"]}
     assert list(rows) == ["tree-auto", "tree-reference", "rows", "copied", "prefix-grouper", "flex", "sdpa"]
     work = Shape(24, 3, 8).tree_pairs * 2 * 16 / 1e9

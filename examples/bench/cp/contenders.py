@@ -27,19 +27,24 @@ class Entry:
         key: what ``--only`` and ``--skip`` call it.
         name: as in the table.
         build: makes it for an axis, on all of its ranks; raises what is missing.
+        reuse: whether it computes a prompt once for all of its responses, and so takes the whole batch.
     """
 
     key: str
     name: str
     build: Callable[[distributed.ProcessGroup], Contender]
+    reuse: bool = False
 
 
 OURS = "augtree"
 # Ratios are over the first one that passed the gate: ours, else what prefix sharing and ring attention give together.
 ENTRIES = (
-    Entry(OURS, "augtree", Ours),
-    *(Entry(f"{OURS}-{schedule}", f"augtree, {schedule}", partial(Ours, schedule=schedule)) for schedule in SCHEDULES),
-    Entry("ring-reuse", "ring, prompt reused", RingTree),
+    Entry(OURS, "augtree", Ours, reuse=True),
+    *(
+        Entry(f"{OURS}-{schedule}", f"augtree, {schedule}", partial(Ours, schedule=schedule), reuse=True)
+        for schedule in SCHEDULES
+    ),
+    Entry("ring-reuse", "ring, prompt reused", RingTree, reuse=True),
     Entry("ring", "ring, no reuse", RingRows),
     Entry("ulysses", "Ulysses, no reuse", Ulysses),
     Entry("dynamic", "dynamic CP, no reuse", DynamicRows),

@@ -111,17 +111,15 @@ def _race_steps(
     case = step.prepare(world, model, shape, check, rows_kernel, options.checkpointing)
     kept["bounds"] = case.bounds
     for entry in _chosen(options):
-        for rows in dict.fromkeys(min(rows or shape.num_rows, shape.num_rows) for rows in options.rows):
+        ways = [0] if entry.reuse else options.rows
+        for rows in dict.fromkeys(min(rows or shape.num_rows, shape.num_rows) for rows in ways):
 
             def measure(contender: Contender, rows: int = rows) -> dict[str, Any]:
-                rows = shape.num_rows if contender.reuse else rows
                 return step.measure(world, contender, case, rows, options.kernel, options.repeats)
 
             name = entry.name if rows == shape.num_rows else f"{entry.name}, {rows} rows at a time"
             model.zero_grad(set_to_none=True)
             _add_row(world, entry, name, measure, built, kept, results)
-            if entry.key not in built or built[entry.key].reuse:
-                break  # there is one way to run it
 
 
 def _chosen(options: Options) -> list[Entry]:
