@@ -93,6 +93,7 @@ class LanePart:
         schedule: of the lane.
         share: tokens of every rank of the axis, padding included.
         index: ``[slots]`` where each slot of the batch lies in the shares of all ranks of the axis, -1 for padding.
+        num_tokens: tokens of all lanes' trees; a group that is torn between lanes counts in each.
     """
 
     shards: Shards
@@ -101,6 +102,7 @@ class LanePart:
     schedule: str
     share: int
     index: IntArray
+    num_tokens: int
 
     @property
     def layout(self) -> TreeLayout:
@@ -190,7 +192,15 @@ class Lanes:
         mine = next(number for number, plan in enumerate(plans) if self.host.rank in plan.ranks)
         ranks = plans[mine].ranks
         group = self._group(ranks).group_name
-        return LanePart(parts[mine], ranks.index(self.host.rank), group, plans[mine].schedule, share, index)
+        return LanePart(
+            parts[mine],
+            ranks.index(self.host.rank),
+            group,
+            plans[mine].schedule,
+            share,
+            index,
+            sum(tree.num_tokens for tree in trees),
+        )
 
     def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         if len(ranks) == self.num_ranks:
