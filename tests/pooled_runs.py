@@ -1,25 +1,34 @@
-"""What ranks run in tests of TRL's trainers with pooled rows: the trainer plain, with rows in the same order, and ours."""
+"""What ranks run in tests of TRL's trainers with pooled rows: plain trainers with rows in the same order, and ours."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 import trl
 import trl_runs
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from trl_runs import Run, arguments, digit_share, preferences, prompts, tokenizer
 
 from augtree_fx import CostModel
 from augtree_fx.integrations import trl as integration
+from augtree_fx.integrations.report import state_of
+from augtree_fx.transforms import find_stack
 
-PROMPT, COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
+PROMPT = ("prompt_ids", "prompt_mask")
+PROMPTS_ALONE = CostModel(16.0, 0.0)  # a token or two that responses begin with are no group
 
 
 def across_ranks(trainer_class: type) -> type:
@@ -81,6 +90,24 @@ def _batch(rows: list[dict[str, Tensor]], all_rows: list[dict[str, Tensor]], lik
     return batch
 
 
+@contextlib.contextmanager
+def fsdp_on_the_cpu() -> Iterator[None]:
+    """accelerate heeds its FSDP plugin on GPUs alone, and runs DDP on the CPU without a word: lift that one condition.
+
+    What then shards the model, `accelerate.utils.fsdp_utils.fsdp2_prepare_model`, is its own.
+    """
+    init = AcceleratorState.__init__
+
+    def sharding(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        self.fsdp_plugin = fsdp_plugin or self.__dict__.get("fsdp_plugin")
+        if self.fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+
+    with mock.patch.object(AcceleratorState, "__init__", sharding):
+        yield
+
+
 def fsdp2(family: str) -> dict[str, Any]:
     layer = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer"}[family]
     return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
@@ -90,11 +117,27 @@ def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
+@dataclass
+class Found:
+    """What a rank found.
+
+    Attributes:
+        plain, ours: the two runs.
+        computed: tokens that ours put through the first layer with gradients.
+        num_sharded: parameters that FSDP2 sharded, of ours.
+    """
+
+    plain: Run
+    ours: Run
+    computed: int
+    num_sharded: int
+
+
 def build(kind: str, family: str, folder: str, *, use_lora: bool, sharded: bool, wrap: Any, **changes: Any) -> Any:
-    """A trainer on this rank, the model in float64."""
-    model = trl_runs.model(family)
+    """A trainer on this rank, whose model lies in a folder of the family's name."""
+    model = os.path.join(folder, family)
     given = arguments(os.path.join(folder, f"rank{distributed.get_rank()}"), **changes)
-    given |= fsdp2(family) if sharded else {}
+    given |= {"model_init_kwargs": {"dtype": "auto"}} | (fsdp2(family) if sharded else {})
     shared: dict[str, Any] = {"processing_class": tokenizer(), "peft_config": lora() if use_lora else None}
     if kind == "dpo":
         return wrap(trl.DPOTrainer)(model, args=trl.DPOConfig(**given), train_dataset=preferences(), **shared)
@@ -107,23 +150,44 @@ def build(kind: str, family: str, folder: str, *, use_lora: bool, sharded: bool,
     )  # fmt: skip
 
 
-def both(
-    kind: str, family: str, folder: str, *, use_lora: bool = False, sharded: bool = False,
-    degree: int | None = None, evaluate: bool = False, **changes: Any,
-) -> tuple[Run, Run]:  # fmt: skip
-    """The plain trainer's run and ours, on the same ranks with the same rows."""
+def both(kind: str, family: str, folder: str, options: dict[str, Any]) -> Found:
+    """The plain trainer's run and ours, on the same ranks with the same rows.
+
+    Args:
+        kind: ``"grpo"``, ``"rloo"`` or ``"dpo"``.
+        family: of the model.
+        folder: where its checkpoint lies.
+        options: ``use_lora``, ``sharded`` (FSDP2), ``degree``, ``as_dealt`` (the plain trainer's rows stay as it deals
+            them), ``evaluate``; the rest goes to the trainer's config.
+    """
     transformers.logging.set_verbosity_error()
-    made = functools.partial(build, kind, family, folder, use_lora=use_lora, sharded=sharded, **changes)
+    options = {"use_lora": False, "sharded": False, **options}
+    degree, evaluate = options.pop("degree", None), options.pop("evaluate", False)
+    as_dealt = options.pop("as_dealt", kind == "dpo")
+    made = functools.partial(build, kind, family, folder, **options)
+    computed: list[int] = []
 
     def ours() -> Any:
         trainer = made(wrap=lambda trainer_class: trainer_class)
-        return integration.enable(trainer, rows="pooled", degree=degree, costs=CostModel.free())
+        integration.enable(trainer, rows="pooled", degree=degree, costs=PROMPTS_ALONE)
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            state_of(model).lanes.min_chunk_tokens = 1  # shares of all ranks, however few tokens there are
+        layers = find_stack(trainer.model).layers
+        layers[0].register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]) if _grad() else None)
+        return trainer
 
-    plain = functools.partial(made, wrap=(lambda x: x) if kind == "dpo" or degree else across_ranks)
-    return run(plain, evaluate), run(ours, evaluate)
+    with fsdp_on_the_cpu() if options["sharded"] else contextlib.nullcontext():
+        plain, _ = run(functools.partial(made, wrap=(lambda x: x) if as_dealt else across_ranks), evaluate)
+        found, trainer = run(ours, evaluate)
+    sharded = sum(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    return Found(plain, found, sum(computed), sharded)
 
 
-def run(make: Any, evaluate: bool) -> Run:
+def _grad() -> bool:
+    return torch.is_grad_enabled()
+
+
+def run(make: Any, evaluate: bool) -> tuple[Run, Any]:
     AcceleratorState._reset_state(True)
     trainers = []
 
@@ -135,4 +199,37 @@ def run(make: Any, evaluate: bool) -> Run:
     if evaluate:
         found.logs.append(trainers[0].evaluate())
     AcceleratorState._reset_state(True)
-    return found
+    return found, trainers[0]
+
+
+def disagreements(folder: str) -> list[str]:
+    """What each of two ranks is told when they differ."""
+    AcceleratorState._reset_state(True)
+    rank = distributed.get_rank()
+    options = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    trainer = build("grpo", "llama", folder, use_lora=False, sharded=False, wrap=lambda x: x, **options)
+    pool = integration.enable(trainer, rows="pooled")._augtree_hooks._pool
+    AcceleratorState._reset_state(True)
+    ids = torch.full((2, 3), 7)
+
+    def rows(num_rows: int, width: int) -> dict[str, Any]:
+        whole = ids[:num_rows]
+        return {
+            "prompt_ids": whole, "prompt_mask": whole, "completion_ids": whole, "completion_mask": whole,
+            "token_type_ids": torch.zeros(num_rows, width),
+        }  # fmt: skip
+
+    return [
+        _said(lambda: pool.padded(ids, ids, 2, 1 + rank)),
+        _said(lambda: pool.regroup([rows(2 - rank, 3)], integration._prompts)),
+        _said(lambda: pool.regroup([rows(2, 3)] * (1 + rank), integration._prompts)),
+        _said(lambda: pool.regroup([rows(2, 8 + rank)], integration._prompts)),
+    ]
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return "no error"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, cat, nn
+from torch import Tensor, arange, cat, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import pad
 
@@ -26,6 +26,8 @@ from augtree_fx.transforms import find_stack
 
 POOLED = "pooled"
 Rows = dict[str, Any]  # by name: tensors [rows, ...], lists, tensors without dimensions, None
+PromptsOf = Callable[[Rows], list[bytes]]
+Compute = Callable[[Rows], Sequence[Tensor | None]]
 
 
 def pool_mesh(accelerator: Any, degree: int | None) -> DeviceMesh | None:
@@ -120,14 +122,35 @@ class Pool:
         Raises:
             RuntimeError: ranks do not make the same number of forwards.
         """
-        found = self.host.exchange({"forwards of its rows": num_calls, "width": prompt})
-        self.host.check("forwards", [{"forwards of its rows": each["forwards of its rows"]} for each in found])
-        gap = max(each["width"] for each in found) - prompt
+        found = self.host.exchange(({"forwards of its rows": num_calls}, prompt))
+        self.host.check("what ranks compute together", [each for each, _ in found])
+        gap = max(width for _, width in found) - prompt
         if not gap or not self.movable:
             return input_ids, attention_mask
         return pad(input_ids, (gap, 0), value=self.pad_token_id), pad(attention_mask, (gap, 0))
 
-    def regroup(self, chunks: list[Rows], prompts_of: Callable[[Rows], list[bytes]]) -> list[Rows]:
+    def meeting(self, chunks: list[Rows], prompts_of: PromptsOf, compute: Compute) -> tuple[Tensor | None, ...]:
+        """What is computed for this rank's rows, each on the rank where its group meets; without gradients.
+
+        Args:
+            chunks, prompts_of: as of `regroup`.
+            compute: of as many rows as this rank has, in micro-batches: tensors ``[rows, ...]`` or ``None``.
+
+        Raises:
+            RuntimeError, NotImplementedError: as of `regroup`.
+        """
+        sizes = [len(chunk["prompt_ids"]) for chunk in chunks]
+        begin, end = sum(sizes) * self.host.rank, sum(sizes) * (self.host.rank + 1)
+        numbers = arange(begin, end).split(sizes)
+        dealt = self.regroup([chunk | {"row": row} for chunk, row in zip(chunks, numbers, strict=True)], prompts_of)
+        rows = {name: joined([chunk[name] for chunk in dealt]) for name in dealt[0]}
+        found = self.host.exchange((rows["row"].cpu(), [_to(each, "cpu") for each in compute(rows)]))
+        back = cat([row for row, _ in found]).argsort()[begin:end]
+        device = chunks[0]["prompt_ids"].device
+        columns = zip(*(results for _, results in found), strict=True)
+        return tuple(None if parts[0] is None else cat(parts)[back].to(device) for parts in columns)
+
+    def regroup(self, chunks: list[Rows], prompts_of: PromptsOf) -> list[Rows]:
         """This rank's micro-batches, such that rows of equal prompts are in one micro-step of all ranks.
 
         Args:

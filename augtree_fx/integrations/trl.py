@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -230,14 +231,36 @@ class _Hooks:
             return self._generate(*args, **kwargs)
 
     def log_probs(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """`_get_per_token_logps_and_entropies` of rows whose prompts are as wide on all ranks."""
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
+        batch_size: int | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """`_get_per_token_logps_and_entropies` of rows whose prompts are as wide on all ranks.
+
+        A generation batch is scored in the order of the dataset, before its rows are shuffled: where that takes several
+        forwards, rows are scored where their groups meet.
+        """
         assert self._pool is not None
-        batch_size = args[0] if args else kwargs.get("batch_size")
         prompt, calls = input_ids.shape[1] - logits_to_keep, num_forwards(len(input_ids), batch_size)
         input_ids, attention_mask = self._pool.padded(input_ids, attention_mask, prompt, calls)
-        return self._log_probs(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        plain = not any(kwargs.get("compute_aux_loss") or isinstance(x, (Tensor, list)) for x in kwargs.values())
+        if calls == 1 or torch.is_grad_enabled() or not self._pool.movable or not plain or len(input_ids) % calls:
+            return self._log_probs(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+
+        def score(rows: dict[str, Any]) -> Any:
+            ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+            return self._log_probs(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
+
+        whole = {
+            f"{part}_{name}": value[:, columns]
+            for name, value in (("ids", input_ids), ("mask", attention_mask))
+            for part, columns in (("prompt", slice(-logits_to_keep)), ("completion", slice(-logits_to_keep, None)))
+        }
+        chunks = [
+            {name: value[begin : begin + len(input_ids) // calls] for name, value in whole.items()}
+            for begin in range(0, len(input_ids), len(input_ids) // calls)
+        ]
+        found = self._pool.meeting(chunks, _prompts, score)
+        return tuple(None if value is None else value[:, :logits_to_keep] for value in found)
 
 
 def _warn_unknown(trainer: object) -> None:
