@@ -6,16 +6,22 @@ Models are float64, and differences are those of what they compute in float32, s
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 from ranks import Ranks
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import augtree_fx
+from augtree_fx.__main__ import main
 from augtree_fx.integrations import trl as integration
 from augtree_fx.integrations.pooled import Pool, num_forwards, pool_mesh
 from augtree_fx.integrations.report import state_of
@@ -126,6 +132,29 @@ def test_ranks_that_disagree(worlds: World, folder: str) -> None:
     )
     for told in worlds(2).run(pooled_runs.disagreements, folder):
         assert [text in said for text, said in zip(expected, told, strict=True)] == [True] * 4, told
+
+
+def bench(arguments: list[str]) -> tuple[int, str]:
+    """`bench trl` on a rank: its status, and what it printed."""
+    AcceleratorState._reset_state(True)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = main(["bench", "trl", "--device", "cpu", "--repeats", "1", *arguments])
+    AcceleratorState._reset_state(True)
+    return status, printed.getvalue()
+
+
+def test_the_benchmark_on_two_ranks(worlds: World, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    (status, printed), (other, silent) = worlds(2).run(bench, ["--shape", "4:96:16", "--json", str(file)], seconds=120)
+    assert status == other == 0 and not silent, printed
+    plain, own, ours = json.loads(file.read_text())["cases"][0]["rows"]
+    assert [row["tokens"] for row in (plain, own, ours)] == [4 * 112, 2 * (96 + 2 * 16), 96 + 4 * 16]
+    for row in (own, ours):
+        assert row["passed"] and row["differences"]["grad_norm"] < 1e-5
+        assert row["of_flop_ceiling"] == pytest.approx(row["speed_up"] / row["flop_ceiling"])
+        assert f"{row['speed_up']:.2f}x" in printed
+    assert 1 < own["flop_ceiling"] < ours["flop_ceiling"] < 4
 
 
 def accelerator(world: int, kind: str = "DistributedType.MULTI_GPU", **changes: Any) -> Any:
