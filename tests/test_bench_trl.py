@@ -82,7 +82,7 @@ def test_what_does_not_run_is_a_row_with_the_reason(
             ["--rows", "3"],
             "4 responses must be split over 1 ranks in micro-batches of 3 rows; use a number of responses",
         ),
-        (["--shape", "4:96"], "a shape is PROMPTxBRANCHESxRESPONSE in tokens or BRANCHES:PROMPT:RESPONSE"),
+        (["--shape", "4:96"], "got '4:96'; BRANCHES:PROMPT:RESPONSE is another way to write it"),
     ],
 )
 def test_usage_errors(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def parse_shape(text: str) -> Shape:
         parts = [*rest[:1], branches, *rest[1:]]
     if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(
-            "a shape is PROMPTxBRANCHESxRESPONSE in tokens or BRANCHES:PROMPT:RESPONSE, three positive numbers "
-            f"such as 32768x16x1024, got {text!r}"
+            "a shape is PROMPTxBRANCHESxRESPONSE in tokens, three positive numbers such as 32768x16x1024, "
+            f"got {text!r}; BRANCHES:PROMPT:RESPONSE is another way to write it"
         )
     return Shape(*map(int, parts))
