@@ -92,6 +92,7 @@ class LanePart:
         schedule: of the lane.
         share: tokens of every rank of the axis, padding included.
         index: ``[slots]`` where each slot of the batch lies in the shares of all ranks of the axis, -1 for padding.
+        num_tokens: tokens of all lanes' trees; a group that is torn between lanes counts in each.
     """
 
     shards: Shards
@@ -100,6 +101,7 @@ class LanePart:
     schedule: str
     share: int
     index: IntArray
+    num_tokens: int
 
     @property
     def layout(self) -> TreeLayout:
@@ -191,7 +193,10 @@ class Lanes:
         self._make_groups([plan.ranks for plan in plans], ranks)
         group = self._groups[ranks]
         assert group is not None, "a rank makes the group of its own lane"
-        return LanePart(parts[mine], ranks.index(self.host.rank), group.group_name, plans[mine].schedule, share, index)
+        return LanePart(
+            parts[mine], ranks.index(self.host.rank), group.group_name, plans[mine].schedule, share, index,
+            sum(tree.num_tokens for tree in trees),
+        )  # fmt: skip
 
     def _make_groups(self, lanes: Sequence[tuple[int, ...]], mine: tuple[int, ...]) -> None:
         """Groups of lanes that there were none of before; all ranks know of all of them, and make theirs together."""

@@ -1,4 +1,4 @@
-"""Measurement for `grpo_trl.py`: what is recorded of each step, and how two runs are compared and printed."""
+"""Measurement for `grpo_trl.py` and `trl_long_context.py`: records of each step, how two runs are compared, printed."""
 
 import statistics
 import time
@@ -35,18 +35,28 @@ class StepRecord:
     grad_norm: float = 0.0
 
     @classmethod
-    def from_batch(cls, input_ids, attention_mask, labels):
-        """Count a batch from its rows alone, never from the library's layout.
+    def from_batches(cls, batches):
+        """Count the batches of all ranks from their rows alone, never from the library's layout.
 
         Args:
-            input_ids, attention_mask: `[rows, length]`, as the trainer padded them.
-            labels: `[rows, length]`, -100 where the trainer scores nothing, that is on the prompt and on padding.
+            batches: of each rank `input_ids` and `attention_mask`, `[rows, length]`, as the trainer padded them, and
+                `labels`, `[rows, length]`, -100 where it scores nothing, that is on the prompt and on padding.
         """
-        is_prompt = attention_mask.bool() & (labels == -100)
-        prompts = {tuple(row[keep].tolist()) for row, keep in zip(input_ids, is_prompt, strict=True)}
-        input_tokens = int(attention_mask.sum())
-        repeated_tokens = int(is_prompt.sum()) - sum(map(len, prompts))
-        return cls(input_tokens, input_tokens - repeated_tokens, zlib.crc32(input_ids.cpu().numpy().tobytes()))
+        prompts, input_tokens, prompt_tokens, checksum = set(), 0, 0, 0
+        for batch in batches:
+            is_prompt = batch["attention_mask"].bool() & (batch["labels"] == -100)
+            prompts |= {tuple(row[keep].tolist()) for row, keep in zip(batch["input_ids"], is_prompt, strict=True)}
+            input_tokens += int(batch["attention_mask"].sum())
+            prompt_tokens += int(is_prompt.sum())
+            tokens = batch["input_ids"][batch["attention_mask"].bool()]  # ranks may pad to one width
+            checksum = zlib.crc32(tokens.numpy().tobytes(), checksum)
+        repeated_tokens = prompt_tokens - sum(map(len, prompts))
+        return cls(input_tokens, input_tokens - repeated_tokens, checksum)
+
+
+def alone(value):
+    """What each rank has, in a list, where there is one."""
+    return [value]
 
 
 class UpdateMeter(TrainerCallback):
@@ -54,15 +64,19 @@ class UpdateMeter(TrainerCallback):
 
     Only public hooks, so that the trainer stays as it is: the stage begins when the model is called with gradients
     enabled (sampling and scoring old log-probabilities run without) and ends just before the optimizer steps.
+
+    Args:
+        gather: gives the values of all ranks for this rank's one; tokens are added up, times are those of the slowest.
     """
 
-    def __init__(self, model, progress):
-        self.records, self.first_batch, self.progress = [], None, progress
+    def __init__(self, model, progress, gather=alone):
+        self.records, self.first_batch, self.progress, self._gather = [], None, progress, gather
         self._running, self._begin_s, self._current = False, 0.0, None
         first_layer = model.get_decoder().layers[0]
         self._handles = [
             model.register_forward_pre_hook(self._on_model, with_kwargs=True),
             first_layer.register_forward_pre_hook(self._on_first_layer, with_kwargs=True),
+            model.register_forward_hook(self._on_model_end),
         ]
 
     def _on_model(self, model, args, kwargs):
@@ -70,8 +84,12 @@ class UpdateMeter(TrainerCallback):
             return
         batch = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
         self.first_batch = self.first_batch or batch
-        self._running, self._current = True, StepRecord.from_batch(**batch, labels=kwargs["labels"])
+        batch = {name: kwargs[name].cpu() for name in (*batch, "labels")}
+        self._running, self._current = True, StepRecord.from_batches(self._gather(batch))
         self._begin_s = self._now()
+
+    def _on_model_end(self, model, args, output):
+        self._running = False  # layers that are computed again in backward see no new tokens
 
     def _on_first_layer(self, layer, args, kwargs):
         if self._running:
@@ -79,8 +97,8 @@ class UpdateMeter(TrainerCallback):
             self._current.computed_tokens += hidden_states.shape[:-1].numel()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._current.update_s = self._now() - self._begin_s
-        self._running = False
+        self._current.update_s = max(self._gather(self._now() - self._begin_s))
+        self._current.computed_tokens = sum(self._gather(self._current.computed_tokens))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "grad_norm" in logs:

@@ -22,7 +22,7 @@ import reasoning_gym
 import torch
 import transformers
 import trl
-from _grpo_report import UpdateMeter, format_report, summarize
+from _grpo_report import UpdateMeter, alone, format_report, summarize
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -60,10 +60,10 @@ def build_tokenizer(model_name):
     return tokenizer
 
 
-def build_model(model_name, tokenizer, seed):
-    """Return a float32 causal LM; equal arguments give bitwise equal weights, so both runs start alike."""
+def build_model(model_name, tokenizer, seed, dtype=torch.float32):
+    """Return a causal LM; equal arguments give bitwise equal weights, so both runs start alike."""
     if model_name:
-        return AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype)
     transformers.set_seed(seed)
     # Wide enough that the decoder layers, not the LM head or Python, take the time.
     config = Qwen3Config(
@@ -74,12 +74,12 @@ def build_model(model_name, tokenizer, seed):
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        max_position_embeddings=4096,
+        max_position_embeddings=131_072,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config).to(dtype)
 
 
 def build_prompts(task, tokenizer, num_prompts, prompt_tokens):
@@ -123,48 +123,57 @@ def build_rewards(task):
     return [environment_score, digit_share]
 
 
-def trainer_config(args, output_dir):
+def trainer_config(args, output_dir, **changes):
     """Return the trainer's settings: stock GRPO in float32, one whole group a step, nothing written but the log."""
-    return trl.GRPOConfig(
-        output_dir=output_dir,
-        seed=args.seed,
-        max_steps=args.steps,
+    settings = {
+        "output_dir": output_dir,
+        "seed": args.seed,
+        "max_steps": args.steps,
         # A whole group in each micro-batch: the trainer shuffles rows before it splits them.
-        per_device_train_batch_size=args.generations,
-        num_generations=args.generations,
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
+        "per_device_train_batch_size": args.generations,
+        "num_generations": args.generations,
+        "steps_per_generation": 1,
+        "gradient_accumulation_steps": 1,
         # Two updates on each set of samples: in the first one the probability ratio is 1 whatever the model computes,
         # so only the loss of the second one compares the forward passes.
-        num_iterations=2,
-        max_completion_length=args.completion_tokens,
-        learning_rate=1e-4,
-        beta=0.0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+        "num_iterations": 2,
+        "max_completion_length": args.completion_tokens,
+        "learning_rate": 1e-4,
+        "beta": 0.0,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return trl.GRPOConfig(**(settings | changes))
 
 
-def train(args, model, tokenizer, task, dataset, progress):
-    """Run `GRPOTrainer` for `args.steps` steps on `model` and return its meter."""
-    meter = UpdateMeter(model, progress)
+def train(args, model, tokenizer, task, dataset, progress, enable=None, gather=alone, **changes):
+    """Run `GRPOTrainer` for `args.steps` steps on `model` and return its meter.
+
+    Args:
+        enable: called with the trainer before it trains.
+        gather: see `UpdateMeter`.
+        **changes: settings of the trainer that are to be others.
+    """
+    meter = UpdateMeter(model, progress, gather)
     with tempfile.TemporaryDirectory() as output_dir:
         # The same samples in both runs: sampling draws from the global generator.
         transformers.set_seed(args.seed)
         trainer = trl.GRPOTrainer(
             model,
             build_rewards(task),
-            args=trainer_config(args, output_dir),
+            args=trainer_config(args, output_dir, **changes),
             train_dataset=dataset,
             processing_class=tokenizer,
             callbacks=[meter],
         )
         trainer.remove_callback(PrinterCallback)
+        if enable is not None:
+            enable(trainer)
         trainer.train()
     meter.remove()
     return meter

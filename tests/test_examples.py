@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +41,24 @@ def test_plain_grpo_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(sys, "argv", ["plain_grpo.py", *arguments])
     load("plain_grpo").main()
     assert "mean reward" in capsys.readouterr().out
+
+
+def test_long_context_of_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    arguments = ["--prompt-tokens", "150", "--completion-tokens", "4", "--gradient-checkpointing"]
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            EXAMPLES / "trl_long_context.py", *arguments, "--json", tmp_path / "figures.json",
+        ],
+        capture_output=True, text=True, timeout=280,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "PASSED: same losses and gradient norms" in run.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    plain, pooled = figures["computed_tokens"]
+    assert sum(record["unique_tokens"] for record in figures["shared"]) <= pooled < 0.6 * plain, "shares are padded"
 
 
 def test_plain_grpo_has_the_gradient_of_rows() -> None:

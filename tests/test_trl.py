@@ -107,15 +107,10 @@ def test_rloo(checkpoints: dict[str, str], tmp_path: Path, use_lora: bool) -> No
     assert min(got.metric("augtree/token_ratio")) > 1.3
 
 
-def preferences() -> Any:
-    rows = [{"prompt": x, "chosen": f" {x[7]} it is", "rejected": f" not {x[-12:]}"} for x in trl_runs.QUESTIONS]
-    return trl_runs.Dataset.from_list(rows)
-
-
 def judged() -> Any:
     rows = [
         {"prompt": x["prompt"], "completion": x[kind], "label": kind == "chosen"}
-        for x in preferences()
+        for x in trl_runs.preferences()
         for kind in ("chosen", "rejected")
     ]
     return trl_runs.Dataset.from_list(rows)
@@ -130,7 +125,7 @@ def test_dpo(checkpoints: dict[str, str], tmp_path: Path, use_lora: bool, checkp
         changes |= {"gradient_checkpointing": checkpointing, "model_init_kwargs": {"dtype": "auto"}}
         return trl.DPOTrainer(
             checkpoints["llama"], args=trl.DPOConfig(**arguments(str(tmp_path), **changes)),
-            train_dataset=preferences(), processing_class=tokenizer(), peft_config=lora(use_lora),
+            train_dataset=trl_runs.preferences(), processing_class=tokenizer(), peft_config=lora(use_lora),
         )  # fmt: skip
 
     expected, got = train(make), train(lambda: enabled(make()))

@@ -68,6 +68,11 @@ def prompts() -> Dataset:
     return Dataset.from_list([{"prompt": question} for question in QUESTIONS])
 
 
+def preferences() -> Dataset:
+    rows = [{"prompt": x, "chosen": f" {x[7]} it is", "rejected": f" not {x[-12:]}"} for x in QUESTIONS]
+    return Dataset.from_list(rows)
+
+
 def digit_share(completions: list[str], **_: Any) -> list[float]:
     """A reward that differs inside of a group, also for random weights."""
     return [sum(map(ord, completion)) % 17 / 17 for completion in completions]

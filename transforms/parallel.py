@@ -24,7 +24,7 @@ from augtree_fx.rows import HostRows
 from augtree_fx.transforms.context import ReplayContext, Shelf
 from augtree_fx.transforms.packing import PackedCall, carrying_mask, check_sites
 from augtree_fx.transforms.path_rows import columns
-from augtree_fx.transforms.requests import Unshared, costs_of, read_rows, refuse_waves
+from augtree_fx.transforms.requests import Unshared, costs_of, has_cache, read_rows, refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
@@ -42,10 +42,12 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         given: this rank's arguments by name.
 
     Raises:
-        Unshared: no rank can share its rows, for the same reason.
+        Unshared: no rank can share its rows, for the same reason; or this one generates, for itself.
         RuntimeError: ranks disagree on what to do, or on the batch.
         ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
     """
+    if lanes.rows == "pooled" and has_cache(given):
+        raise Unshared("")  # nothing is exchanged: ranks generate different numbers of tokens
     rows, reason, error = None, "", None
     try:
         rows = read_rows(stack, state, given)
@@ -64,7 +66,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
     if rows is None:
         raise Unshared(reason)
     own = slice(0, rows.shape[0] * rows.shape[1])
-    shape, num_tokens = rows.shape, int(rows.length.sum())
+    shape = rows.shape
     if pooled is not None:
         rows, own = _pool([each for _, each in found], lanes.host.rank, rows.device)
     costs = costs_of(stack, state, rows.device)
@@ -75,9 +77,8 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
 
     layout = TreeLayout.from_rows(rows, costs=costs)
     part = lanes.part(layout, subtree)
-    computed = layout.num_tokens if pooled is None else int((part.tokens() >= 0).sum())
-    state.counts.add_rows(num_tokens)
-    state.counts.add_shared(num_tokens, computed, 0)
+    state.counts.add_rows(layout.num_row_tokens)
+    state.counts.add_shared(layout.num_row_tokens, part.num_tokens, 0, layout.row_group)
     return _packed_call(stack, state, lanes, part, part.index[own], shape)
 
 

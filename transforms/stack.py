@@ -175,10 +175,10 @@ def _pack(
     if waves:
         index = torch.from_numpy(layout.packed_index)
         plan = plan_waves(layout, max_tokens)
-        state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())))
+        state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())), layout.row_group)
         parts = Parts(plan, layout, tokens, extras)
         return PackedCall({}, index, layout.shape, layout.num_tokens, parts)
-    state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, 0)
+    state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, 0, layout.row_group)
     call = pack_layout(stack, state, layout)
     arguments = call.arguments if tokens is None else embedded_arguments(call.arguments, tokens, layout)
     return replace(call, arguments=extras | arguments)

@@ -33,8 +33,9 @@ class Meter:
         """Metrics since the last call, by name; without batches of a kind, none of that kind.
 
         ``tokens`` and ``computed_tokens`` are those of forwards with gradients, ``scoring_`` those without (old and
-        reference log-probs, evaluation). ``token_ratio`` is the former over the latter. ``unshared_batches`` shared
-        nothing or ran the original forward; `augtree_fx.explain` says why.
+        reference log-probs, evaluation). ``token_ratio`` is the former over the latter. ``rows_per_group`` is the mean
+        number of rows that share a prompt in a shared batch. ``unshared_batches`` shared nothing or ran the original
+        forward; `augtree_fx.explain` says why. Where ranks pool their rows, all but the last are those of the pool.
         """
         now = self._totals()
         named = zip(("", "scoring_"), now, self._before, strict=True)
@@ -52,7 +53,8 @@ class Meter:
 def _metrics(counts: Counts, prefix: str) -> dict[str, float]:
     if not counts.batches:
         return {}
-    return {
+    grouped = {f"{prefix}rows_per_group": counts.rows / counts.groups} if counts.groups else {}
+    return grouped | {
         f"{prefix}tokens": counts.row_tokens,
         f"{prefix}computed_tokens": counts.computed_tokens,
         f"{prefix}token_ratio": counts.row_tokens / max(counts.computed_tokens, 1),

@@ -5,6 +5,10 @@
 
 TRL shuffles rows before it splits a generation batch into micro-batches, which tears groups. Here the rows are put in
 order again after the shuffle, on this trainer alone: no function or class of TRL is replaced.
+
+    trainer = augtree_fx.integrations.trl.enable(GRPOTrainer(...), rows="pooled")
+
+computes the rows of data-parallel ranks together, under DDP or FSDP2: context parallelism for trainers that refuse it.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import augtree_fx
 from augtree_fx.integrations.grouping import group_order
+from augtree_fx.integrations.pooled import POOLED, Pool, joined, num_forwards, pool_mesh, taken
 from augtree_fx.integrations.report import Meter, state_of
 
 logger = logging.getLogger("augtree_fx")
@@ -31,7 +37,15 @@ MODELS = ("model", "ref_model")
 _HOOKS = "_augtree_hooks"
 
 
-def enable(trainer: Trainer, *, strict: bool = False, **options: Any) -> Trainer:
+def enable(
+    trainer: Trainer,
+    *,
+    strict: bool = False,
+    rows: str | None = None,
+    degree: int | None = None,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> Trainer:
     """Transform a trainer's model and reference model, keep its groups together, and log what is shared.
 
     Args:
@@ -39,6 +53,12 @@ def enable(trainer: Trainer, *, strict: bool = False, **options: Any) -> Trainer
             `transformers.Trainer` models are transformed and metrics logged, and rows stay as they come.
         strict: raise on a model or batch that cannot be shared exactly. By default it runs unshared, and the log says
             so.
+        rows: ``"pooled"`` computes the rows of several data-parallel ranks together: one tree, each rank a share of its
+            tokens. Rows of a generation batch change ranks, so that those of a group meet in one micro-step, and their
+            prompts are padded to one width. The loss that is optimized, the mean over all ranks, stays what it is.
+            ``None``: every rank computes its own. On one process both are the same.
+        degree: with ``"pooled"``, ranks that compute together; by default all processes of the accelerator.
+        mesh: with ``"pooled"``, one axis of a device mesh over data-parallel ranks in place of that.
         **options: of `augtree_fx.transform`. A model that is transformed already keeps its own.
 
     Returns:
@@ -46,10 +66,25 @@ def enable(trainer: Trainer, *, strict: bool = False, **options: Any) -> Trainer
 
     Raises:
         TypeError: not a trainer with a model.
-        NotImplementedError: ``strict``, and the model cannot be transformed.
+        ValueError: ``rows`` is unknown, ``degree`` or ``mesh`` come without it or together, ``degree`` does not divide
+            the number of processes, or rows are to be pooled and a model is transformed already, without a mesh.
+        NotImplementedError: ``strict``, and the model cannot be transformed; or rows are to be pooled over ranks of
+            something else than DDP and FSDP2.
     """
+    if rows not in (None, POOLED):
+        raise ValueError(
+            f"rows must be 'pooled' or None, got {rows!r}: ranks of a trainer have rows of their own, never the same"
+        )
+    if rows is None and (degree is not None or mesh is not None):
+        raise ValueError("degree and mesh say which ranks compute their rows together; pass rows='pooled' with them")
+    if degree is not None and mesh is not None:
+        raise ValueError(f"pass degree={degree} or a mesh, not both")
     group_shuffle(trainer)
     hooks: _Hooks = getattr(trainer, _HOOKS)
+    if rows == POOLED:
+        hooks.check_not_transformed()
+        axis = pool_mesh(hooks.trainer.accelerator, degree) if mesh is None else mesh
+        options |= {} if axis is None else {"mesh": axis, "rows": POOLED}
     hooks.transform(strict, options)
     return trainer
 
@@ -87,28 +122,56 @@ def disable(trainer: Trainer) -> Trainer:
 
 
 class _Hooks:
-    """What is changed about one trainer: two attributes of the instance, which hide methods of its class."""
+    """What is changed about one trainer: attributes of the instance, which hide methods of its class."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._models = [model for name in MODELS if isinstance(model := getattr(trainer, name, None), nn.Module)]
         self._transformed: list[nn.Module] = []
         self._meter = Meter(self._models)
+        self._overridden: list[str] = []
         self._hidden: dict[str, Any] = {}
         self._seen: Any = None
+        self._pool: Pool | None = None
         self._advise()
         self._log = self._override("log", self.log)
         if hasattr(trainer, "_buffered_inputs"):
             self._prepare = self._override("_prepare_inputs", self.prepare_inputs)
         elif not any(cls.__name__ in KEEP_PAIRS for cls in type(trainer).__mro__):
             _warn_unknown(trainer)
+        self._join_pool()
 
     def _override(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(self._trainer, name)
-        if name in vars(self._trainer):
+        original = getattr(self.trainer, name)
+        if name in vars(self.trainer):
             self._hidden[name] = original
-        setattr(self._trainer, name, method)
+        setattr(self.trainer, name, method)
+        self._overridden.append(name)
         return original
+
+    def check_not_transformed(self) -> None:
+        for model in self._models:
+            state = state_of(model)
+            if state is not None and (state.lanes is None or state.lanes.rows != POOLED):
+                raise ValueError(
+                    f"{type(model).__name__} is transformed already, and does not pool rows; augtree_fx.restore(model) "
+                    "first"
+                )
+
+    def _join_pool(self) -> None:
+        """Keep the ranks of a pool in step, where this trainer's rows are known."""
+        if self._pool is not None or not hasattr(self.trainer, "_buffered_inputs"):
+            return
+        self._pool = Pool.of(self._models, _pad_token_id(self.trainer))
+        if self._pool is None:
+            return
+        self._generate = self._override("_generate", self.generate)
+        self._log_probs = self._override("_get_per_token_logps_and_entropies", self.log_probs)
+        if not self._pool.movable:
+            logger.warning(
+                "augtree-fx: rows stay on their ranks, since %s looks positions up in a table, which padding shifts",
+                type(self.trainer.model).__name__,
+            )
 
     def transform(self, strict: bool, options: dict[str, Any]) -> None:
         for model in self._models:
@@ -117,19 +180,20 @@ class _Hooks:
                 if state_of(model) is not None:
                     self._transformed.append(model)
         self._advise()
+        self._join_pool()
 
     def remove(self) -> None:
-        for name in ("log", "_prepare_inputs"):
-            vars(self._trainer).pop(name, None)
-        vars(self._trainer).update(self._hidden)
+        for name in self._overridden:
+            vars(self.trainer).pop(name, None)
+        vars(self.trainer).update(self._hidden)
         for model in self._transformed:
             if state_of(model) is not None:
                 augtree_fx.restore(model)
 
     def _advise(self) -> None:
         """What torn groups mean in this trainer, whose rows are in order."""
-        args = self._trainer.args
-        group = getattr(self._trainer, "num_generations", None)
+        args = self.trainer.args
+        group = getattr(self.trainer, "num_generations", None)
         size = getattr(args, "per_device_train_batch_size", None)
         for state in filter(None, map(state_of, self._models)):
             state.torn.advice = (
@@ -148,16 +212,55 @@ class _Hooks:
     def prepare_inputs(self, inputs: Any) -> Any:
         """`_prepare_inputs` that regroups the rows of each new generation batch."""
         prepared = self._prepare(inputs)
-        buffered = self._trainer._buffered_inputs
-        if not self._trainer.model.training or not buffered or buffered is self._seen:
+        buffered = self.trainer._buffered_inputs
+        if not self.trainer.model.training or not buffered or buffered is self._seen:
             return prepared
         index = next((i for i, chunk in enumerate(buffered) if chunk is prepared), None)
         if index is None or "prompt_ids" not in buffered[0]:
             self._seen = buffered
-            _warn_unknown(self._trainer)
+            _warn_unknown(self.trainer)
             return prepared
-        self._seen = self._trainer._buffered_inputs = regroup(buffered)
+        pool = self._pool if self._pool is not None and self._pool.movable else None
+        self._seen = self.trainer._buffered_inputs = regroup(buffered, pool)
         return self._seen[index]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`_generate`, every rank for itself."""
+        assert self._pool is not None
+        with self._pool.apart():
+            return self._generate(*args, **kwargs)
+
+    def log_probs(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
+        batch_size: int | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """`_get_per_token_logps_and_entropies` of rows whose prompts are as wide on all ranks.
+
+        A generation batch is scored in the order of the dataset, before its rows are shuffled: where that takes several
+        forwards, rows are scored where their groups meet.
+        """
+        assert self._pool is not None
+        prompt, calls = input_ids.shape[1] - logits_to_keep, num_forwards(len(input_ids), batch_size)
+        input_ids, attention_mask = self._pool.padded(input_ids, attention_mask, prompt, calls)
+        plain = not any(kwargs.get("compute_aux_loss") or isinstance(x, (Tensor, list)) for x in kwargs.values())
+        if calls == 1 or torch.is_grad_enabled() or not self._pool.movable or not plain or len(input_ids) % calls:
+            return self._log_probs(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+
+        def score(rows: dict[str, Any]) -> Any:
+            ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+            return self._log_probs(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
+
+        whole = {
+            f"{part}_{name}": value[:, columns]
+            for name, value in (("ids", input_ids), ("mask", attention_mask))
+            for part, columns in (("prompt", slice(-logits_to_keep)), ("completion", slice(-logits_to_keep, None)))
+        }
+        chunks = [
+            {name: value[begin : begin + len(input_ids) // calls] for name, value in whole.items()}
+            for begin in range(0, len(input_ids), len(input_ids) // calls)
+        ]
+        found = self._pool.meeting(chunks, _prompts, score)
+        return tuple(None if value is None else value[:, :logits_to_keep] for value in found)
 
 
 def _warn_unknown(trainer: object) -> None:
@@ -169,38 +272,35 @@ def _warn_unknown(trainer: object) -> None:
     )
 
 
-def regroup(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def regroup(chunks: list[dict[str, Any]], pool: Pool | None = None) -> list[dict[str, Any]]:
     """Micro-batches of one generation batch with rows of equal prompts together.
 
     Args:
         chunks: as TRL buffers them: dicts of ``[rows, ...]`` tensors or lists (``prompt_ids`` and ``prompt_mask`` among
             them), of tensors without dimensions and of ``None``.
+        pool: ranks that do this together: rows are then together in one micro-step of all of them.
 
     Raises:
         KeyError: there are no ``prompt_ids``.
+        RuntimeError, NotImplementedError: see `Pool.regroup`.
     """
     from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
     apart = [split_pixel_values_by_grid(chunk) for chunk in chunks]
-    rows = {name: _joined([chunk[name] for chunk in apart]) for name in apart[0]}
+    if pool is not None:
+        return [unsplit_pixel_values_by_grid(chunk) for chunk in pool.regroup(apart, _prompts)]
+    rows = {name: joined([chunk[name] for chunk in apart]) for name in apart[0]}
     order = group_order(_prompts(rows), len(chunks))
-    ordered = {name: _taken(value, order) for name, value in rows.items()}
+    ordered = {name: taken(value, order) for name, value in rows.items()}
     return [unsplit_pixel_values_by_grid(chunk) for chunk in split_tensor_dict(ordered, len(chunks))]
+
+
+def _pad_token_id(trainer: Any) -> int:
+    processing = getattr(trainer, "processing_class", None)
+    tokenizer = getattr(processing, "tokenizer", processing)
+    return int(getattr(tokenizer, "pad_token_id", None) or 0)
 
 
 def _prompts(rows: dict[str, Any]) -> list[bytes]:
     ids, mask = rows["prompt_ids"], rows["prompt_mask"]
     return [row.tobytes() for row in ids.masked_fill(mask == 0, -1).cpu().numpy()]
-
-
-def _joined(values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(values)
-    return [row for value in values for row in value] if isinstance(first, list) else first
-
-
-def _taken(value: Any, order: list[int]) -> Any:
-    if isinstance(value, Tensor) and value.ndim:
-        return value[order]
-    return [value[row] for row in order] if isinstance(value, list) else value

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from augtree_fx import kernels
 from augtree_fx.examples.bench import timing
@@ -29,6 +32,7 @@ CP_SHAPES = {
     "attention": {"cuda": ["65536x16x1024", "32768x16x1024", "4096x8x8192"], "cpu": ["96x3x32"]},
     "step": {"cuda": ["32768x16x1024", "4096x8x8192"], "cpu": ["96x4x16"]},
 }
+TRL_SHAPES = {"cuda": ["16384x16x1024"], "cpu": ["96x4x16"]}
 MODELS = {"cuda": ["0.6B", "1.7B", "4B", "8B"], "cpu": ["tiny"]}
 SKIPPABLE = ("rows", "copied", "prefix-grouper", "flex", "sdpa")
 _NOTE = "On the CPU it runs the same comparison on small shapes, to see that everything works; its times mean little."
@@ -41,9 +45,10 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx bench") -> 
         0; 1 when the parity gate failed. A usage error ends in ``SystemExit(2)``.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Measure against what else there is, behind a parity gate.")
-    commands = parser.add_subparsers(required=True, metavar="attention | step | cp | planner", dest="bench")
+    commands = parser.add_subparsers(required=True, metavar="attention | step | trl | cp | planner", dest="bench")
     add_attention(commands)
     add_step(commands)
+    add_trl(commands)
     add_cp(commands)
     add_planner(commands)
     given = parser.parse_args(arguments)
@@ -142,6 +147,32 @@ def add_step(commands: argparse._SubParsersAction) -> None:
         "--skip", nargs="+", choices=["one-forward", "micro-batch"], default=[], help="what to leave out"
     )
     parser.set_defaults(run=_step, parser=parser)
+
+
+def add_trl(commands: argparse._SubParsersAction) -> None:
+    """Declare ``bench trl``."""
+    parser = commands.add_parser(
+        "trl", help="the update stage of TRL's GRPOTrainer; by torchrun also with pooled rows",
+        description="The update stage of TRL's GRPOTrainer (forward, loss, backward, optimizer) on completions that "
+        "are given: Qwen3 with random weights and gradient checkpointing, plain and with shared prompts. "
+        f"torchrun --nproc-per-node 2 -m augtree_fx bench trl spreads a group over ranks. {_NOTE}",
+    )  # fmt: skip
+    _add_common(parser, repeats=2)
+    parser.add_argument("--model", choices=["tiny", *MODELS["cuda"]], help="size; default 1.7B, on the CPU tiny")
+    parser.add_argument("--layers", type=_number, help="decoder layers instead of the model's own number")
+    parser.add_argument(
+        "--rows", type=_number, default=1, metavar="K", help="of the plain trainer's micro-batch; default %(default)s"
+    )
+    parser.add_argument("--kernel", choices=kernels.NAMES, default="auto", help="of ours; default auto")
+    parser.add_argument(
+        "--baseline-kernel", choices=["sdpa", *kernels.KERNELS],
+        help="of the plain trainer; default: the fastest one that is installed for variable-length rows",
+    )  # fmt: skip
+    parser.add_argument("--skip", nargs="+", choices=["augtree", "pooled"], default=[], help="contenders to leave out")
+    parser.add_argument(
+        "--seconds", type=_number, default=300, help="a collective that a rank does not join for as long ends the run"
+    )
+    parser.set_defaults(run=_trl, parser=parser)
 
 
 def add_cp(commands: argparse._SubParsersAction) -> None:
@@ -264,6 +295,30 @@ def _step(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         time_rows=given.time_rows, skip=given.skip, json=given.json,
     )  # fmt: skip
     return step.run(options)
+
+
+def _trl(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device = _device(given, parser)
+    from augtree_fx.examples.bench import trl, varlen
+    from augtree_fx.examples.bench.cp import world
+
+    dtype = _dtype(given, device)
+    example = torch.empty(2, 2, 128, dtype=dtype, device=device)
+    options = trl.Options(
+        model=given.model or ("tiny" if device.type == "cpu" else "1.7B"), layers=given.layers,
+        shapes=given.shape or [parse_shape(text) for text in TRL_SHAPES[device.type]], dtype=dtype,
+        repeats=given.repeats, rows=given.rows, kernel=given.kernel,
+        baseline_kernel=given.baseline_kernel or varlen.best_kernel(example, example[:, :1]),
+        skip=given.skip, json=given.json,
+    )  # fmt: skip
+    here = distributed.is_initialized() or "RANK" in os.environ
+    with world.joined(device.type, given.seconds) if here else nullcontext(world.Alone(device)) as ranks:
+        try:
+            for shape in options.shapes:
+                trl.contenders(options, shape, ranks.size)
+        except ValueError as error:
+            parser.error(str(error))
+        return trl.run(ranks, options)
 
 
 def _cp(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

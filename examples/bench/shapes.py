@@ -79,14 +79,18 @@ def causal_pairs(length: int) -> int:
 
 
 def parse_shape(text: str) -> Shape:
-    """Read ``PxNxR``.
+    """Read ``PxNxR``, or ``N:P:R``.
 
     Raises:
         argparse.ArgumentTypeError: not three positive whole numbers.
     """
     parts = text.lower().split("x")
+    if ":" in text:
+        branches, *rest = text.split(":")
+        parts = [*rest[:1], branches, *rest[1:]]
     if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(
-            f"a shape is PROMPTxBRANCHESxRESPONSE in tokens, three positive numbers such as 32768x16x1024, got {text!r}"
+            "a shape is PROMPTxBRANCHESxRESPONSE in tokens, three positive numbers such as 32768x16x1024, "
+            f"got {text!r}; BRANCHES:PROMPT:RESPONSE is another way to write it"
         )
     return Shape(*map(int, parts))

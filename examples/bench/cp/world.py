@@ -86,6 +86,19 @@ class World:
         return {"passed": None, "reason": first if len(failed) == self.size else f"rank {rank}: {first}"}
 
 
+class Alone(World):
+    """One process, without a process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        object.__setattr__(self, "device", device)
+
+    rank = 0
+    size = 1
+
+    def all_of(self, value: Any) -> list[Any]:
+        return [value]
+
+
 @contextmanager
 def joined(device_type: str, seconds: int) -> Iterator[World]:
     """Meet the other processes, through torchrun unless a process group is there already.
