@@ -186,8 +186,9 @@ def add_planner(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--repeats", type=_number, help="timed runs; default 20, of steps 3")
     parser.add_argument(
-        "--profile", type=int, choices=range(1, 51), metavar="N", help="also show the N slowest functions"
-    )
+        "--profile", type=int, choices=range(51), metavar="N",
+        help="show the N slowest functions of a new plan; default 12, 0 for none",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=_writable, help="also write all figures to FILE")
     steps = parser.add_argument_group("with --steps")
     steps.add_argument("--steps", action="store_true", help="measure steps instead")
@@ -219,7 +220,7 @@ def _planner(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return _planned_steps(given, parser)
     from augtree_fx.examples.bench import planner
 
-    return planner.run(given.repeats or 20, given.profile, given.json)
+    return planner.run(given.repeats or 20, 12 if given.profile is None else given.profile, given.json)
 
 
 def _planned_steps(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
