@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from augtree_fx.planner.plan import Candidate, Lane, Part, Plan, Wave
-from augtree_fx.planner.pricing import Priced
+from augtree_fx.planner.pricing import Priced, slowest_terms
 from augtree_fx.planner.reason import reason
 from augtree_fx.planner.replay_shape import ReplayShape
 from augtree_fx.planner.schedule import Schedule
@@ -27,7 +27,10 @@ def plan_of(name: str, batch: ReplayShape, best: Priced, others: Sequence[Priced
     """
     packing = best.packing
     assert packing is not None, "a plan needs its rounds and waves"
-    candidates = tuple(_candidate(priced, priced is best) for priced in (best, *others))
+    tried = (best, *others)
+    candidates = tuple(
+        _candidate(priced, terms, priced is best) for priced, terms in zip(tried, slowest_terms(tried), strict=True)
+    )
     return Plan(
         name=name,
         shape=best.placement.family.units.shape,
@@ -48,7 +51,7 @@ def lane_summary(degrees: Sequence[int]) -> str:
     return " + ".join(f"{len(list(lanes))} x {degree}" for degree, lanes in groupby(degrees))
 
 
-def _candidate(priced: Priced, chosen: bool) -> Candidate:
+def _candidate(priced: Priced, terms: dict[str, float], chosen: bool) -> Candidate:
     degrees = priced.placement.lane_degrees.tolist()
     schedules = ", ".join(SCHEDULES[number].value for number in sorted(priced.moves))
     return Candidate(
@@ -57,7 +60,7 @@ def _candidate(priced: Priced, chosen: bool) -> Candidate:
         schedules=schedules or "-",
         total_us=priced.total_us,
         exact=priced.packing is not None,
-        terms=priced.slowest_terms(),
+        terms=terms,
         chosen=chosen,
         reuse=priced.reuse,
     )

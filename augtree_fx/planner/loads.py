@@ -49,13 +49,15 @@ def loads_of(placements: Sequence[Placement]) -> Loads:
 def _summed(placements: Sequence[Placement]) -> tuple[FloatArray, FloatArray]:
     """Totals of lanes, `SUMS`, prefill and cross attention one below another, and longest branches, of one family."""
     work = placements[0].family.work
-    count = len(work.longest_leaf)
     first = np.cumsum([0, *(len(placement.lane_degrees) for placement in placements)])
-    lane = np.concatenate([placement.lane_of_unit + start for placement, start in zip(placements, first, strict=False)])
+    lane = np.stack([placement.lane_of_unit for placement in placements]) + first[:-1, None]
     degrees = np.concatenate([placement.lane_degrees for placement in placements])
     column = np.searchsorted(np.array(work.degrees), degrees)[lane]
-    unit = np.tile(np.arange(count), len(placements))
-    values = np.concatenate([work.sums[:, unit], work.prefill_us[None, unit, column], work.cross_us[:, unit, column]])
+    unit = np.arange(lane.shape[1])
+    values = np.empty((len(SUMS) + 1 + len(work.cross_us), *lane.shape))
+    values[: len(SUMS)] = work.sums[:, None]
+    values[len(SUMS)] = work.prefill_us[unit, column]
+    values[len(SUMS) + 1 :] = work.cross_us[:, unit, column]
     longest = np.zeros(len(degrees))
-    np.maximum.at(longest, lane, work.longest_leaf[unit])
-    return summed_rows(lane, values, len(degrees)), longest
+    np.maximum.at(longest, lane, np.broadcast_to(work.longest_leaf, lane.shape))
+    return summed_rows(lane.ravel(), values.reshape(len(values), -1), len(degrees)), longest

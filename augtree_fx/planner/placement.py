@@ -168,9 +168,9 @@ def _powers(ranks: int) -> list[int]:
 def _placed(family: Family, lane_degrees: IntArray, assumed: int, name: str) -> Iterator[Placement]:
     """Longest unit first, each in the lane where it ends first; nothing if some unit fits in none of the lanes."""
     weights = family.weights[assumed]
-    column_of = {degree: column for column, degree in enumerate(family.work.degrees)}
     lanes = lane_degrees.tolist()
-    columns = sorted({column_of[degree] for degree in lanes})
+    column_of = {degree: family.work.degrees.index(degree) for degree in set(lanes)}
+    columns = sorted(column_of.values())
     usable = weights[:, columns]
     best = usable.min(axis=1)
     if not np.isfinite(best).all():

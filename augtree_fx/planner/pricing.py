@@ -88,10 +88,19 @@ class Priced:
         """Every term of every lane in microseconds."""
         return self._batch.terms.rows(np.arange(self.lanes.start, self.lanes.stop), self.schedule)
 
-    def slowest_terms(self) -> dict[str, float]:
-        """Those of the slowest lane."""
-        lane = np.array([self.lanes.start + int(self.lane_us.argmax())])
-        return self._batch.terms.rows(lane, self._batch.schedule[lane])[0]
+
+def slowest_terms(priced: Sequence[Priced]) -> list[dict[str, float]]:
+    """Every term of the slowest lane of each, in microseconds; those that were priced together are read together."""
+    found: list[dict[str, float]] = [{}] * len(priced)
+    together: dict[int, list[int]] = {}
+    for number, one in enumerate(priced):
+        together.setdefault(id(one._batch), []).append(number)
+    for numbers in together.values():
+        batch = priced[numbers[0]]._batch
+        lanes = np.array([priced[number]._first + int(priced[number].lane_us.argmax()) for number in numbers])
+        for number, terms in zip(numbers, batch.terms.rows(lanes, batch.schedule[lanes]), strict=True):
+            found[number] = terms
+    return found
 
 
 def bounds(
