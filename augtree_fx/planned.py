@@ -49,12 +49,7 @@ class PlannedLanes:
                 f"the plan has {plan.num_rounds} rounds of {plan.num_waves} waves, which one forward runs in one "
                 "pass; if memory runs out, pass fewer rows, or take more ranks"
             )
-        rows = rows_of(plan, layout)
-        fallback = one_pass_schedule(layout)
-        return [
-            LanePlan(lane.ranks, tuple(mine.tolist()), lane.schedule.value if lane.schedule else fallback)
-            for lane, mine in zip(plan.lanes, rows, strict=True)
-        ]
+        return lanes_of(plan, layout)
 
     def plan(self, layout: TreeLayout, num_ranks: int) -> Plan:
         """The plan of a batch, of a pass without gradients where none are recorded."""
@@ -67,6 +62,15 @@ class PlannedLanes:
         if message not in self._said:
             self._said.add(message)
             logger.warning("augtree-fx: %s", message)
+
+
+def lanes_of(plan: Plan, layout: TreeLayout) -> list[LanePlan]:
+    """A plan's lanes with the rows of the batch that was planned."""
+    fallback = one_pass_schedule(layout)
+    return [
+        LanePlan(lane.ranks, tuple(mine.tolist()), lane.schedule.value if lane.schedule else fallback)
+        for lane, mine in zip(plan.lanes, rows_of(plan, layout), strict=True)
+    ]
 
 
 def rows_of(plan: Plan, layout: TreeLayout) -> list[IntArray]:

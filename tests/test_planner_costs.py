@@ -16,9 +16,12 @@ from planner_shapes import BIG, SMALL, forests
 
 from augtree_fx.planner import Execution, ModelShape, Plan, Planner, ReplayShape
 from augtree_fx.planner.known_models import CONFIGS
+from augtree_fx.planner.loads import loads_of
+from augtree_fx.planner.placement import placements
 from augtree_fx.planner.rank_work import lane_pass
 from augtree_fx.planner.simulate import simulate
-from augtree_fx.planner.work import causal_pairs
+from augtree_fx.planner.units import branches_of
+from augtree_fx.planner.work import SUMS, causal_pairs
 
 RESULTS = Path(__file__).resolve().parents[1] / "examples" / "results" / "2026-11-29-step-h200.md"
 ROW = re.compile(
@@ -95,6 +98,29 @@ def test_ranks_have_all_the_pairs_of_a_lane() -> None:
     own = share.attention[0].own[0]
     assert own.argmax() in (2, 3) and own.max() > 2 * own.min()
     assert share.straddling_tokens == 3150
+
+
+@settings(max_examples=30, deadline=None)
+@given(forests(4000), st.sampled_from([1, 3, 8]))
+def test_loads_of_lanes_are_sums_over_their_units(shape: ReplayShape, world: int) -> None:
+    """All placements, whatever they were cut into, unit by unit."""
+    costs = Planner().costs(SMALL, world_size=world)
+    tried = list(placements(shape, branches_of(shape), costs))
+    loads, first = loads_of(tried), 0
+    assert len(loads.degree) == sum(len(placement.lane_degrees) for placement in tried)
+    for placement in tried:
+        work = placement.family.work
+        for lane, degree in enumerate(placement.lane_degrees.tolist(), first):
+            units = np.flatnonzero(placement.lane_of_unit == lane - first)
+            column = work.degrees.index(degree)
+            for name in SUMS:
+                share = degree if name == "own_us" else 1
+                expected = sum(getattr(work, name)[units].tolist()) / share
+                assert getattr(loads, name)[lane] == pytest.approx(expected, rel=1e-12)
+            assert loads.longest_leaf[lane] == max([0.0, *work.longest_leaf[units].tolist()])
+            assert loads.prefill_us[lane] == pytest.approx(work.prefill_us[units, column].sum(), rel=1e-12)
+            assert loads.cross_us[:, lane] == pytest.approx(work.cross_us[:, units, column].sum(axis=1), rel=1e-12)
+        first += len(placement.lane_degrees)
 
 
 def test_uneven_branches_are_priced() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfi
 from augtree_fx import TreeLayout
 from augtree_fx.costs import CostModel
 from augtree_fx.planner import Hardware, ModelShape, ReplayShape, model_shape
-from augtree_fx.planner.hardware import Curve
+from augtree_fx.planner.hardware import Curve, WeightedCurves
 from augtree_fx.planner.known_models import CONFIGS
 from augtree_fx.planner.profiles import PROFILES, profile
 from augtree_fx.planner.replay_shape import bucket_edges
@@ -174,6 +174,24 @@ def test_curves() -> None:
         Curve((400, 100), (1e12, 2e12))
     with pytest.raises(ValueError, match="must be positive"):
         Curve((100,), (0.0,))
+
+
+def test_curves_of_both_directions_are_looked_up_together() -> None:
+    """Points of both curves are kept, also where they have different ones."""
+    forward, backward = Curve((100, 400, 1000), (1e12, 2e12, 3e12)), Curve((50, 400, 800), (4e11, 1e12, 2e12))
+    sizes = np.array([1, 50, 77, 100, 333, 400, 799, 900, 5000])
+    apart = 2 * forward.us_per_flop(sizes) + 2.5 * backward.us_per_flop(sizes)
+    assert WeightedCurves.of((forward, 2), (backward, 2.5)).at(sizes) == pytest.approx(apart, rel=1e-12)
+
+
+def test_keys_compare_everything_and_hash_lengths() -> None:
+    """Same lengths, other trees: one hash, two keys."""
+    wide, deep = ReplayShape.from_nodes([-1, 0, 0], [5, 3, 3]), ReplayShape.from_nodes([-1, 0, 1], [5, 3, 3])
+    assert hash(wide) == hash(deep) and wide != deep and wide.bucket_key != deep.bucket_key
+    scored = ReplayShape.from_nodes([-1, 0, 0], [5, 3, 3], scored_tokens=[0, 3, 2])
+    assert scored.bucket_key != wide.bucket_key and len({wide, deep, scored}) == 3
+    same = ReplayShape.from_nodes([-1, 0, 0], [5, 3, 3])
+    assert same == wide and same.bucket_key == wide.bucket_key and same.bucket_key is not wide.bucket_key
 
 
 def test_bad_profiles(tmp_path: Path) -> None:

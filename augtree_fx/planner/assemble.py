@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from augtree_fx.planner.plan import Candidate, Lane, Part, Plan, Wave
-from augtree_fx.planner.pricing import Priced
+from augtree_fx.planner.pricing import Priced, slowest_terms
 from augtree_fx.planner.reason import reason
 from augtree_fx.planner.replay_shape import ReplayShape
 from augtree_fx.planner.schedule import Schedule
@@ -27,7 +27,10 @@ def plan_of(name: str, batch: ReplayShape, best: Priced, others: Sequence[Priced
     """
     packing = best.packing
     assert packing is not None, "a plan needs its rounds and waves"
-    candidates = tuple(_candidate(priced, priced is best) for priced in (best, *others))
+    tried = (best, *others)
+    candidates = tuple(
+        _candidate(priced, terms, priced is best) for priced, terms in zip(tried, slowest_terms(tried), strict=True)
+    )
     return Plan(
         name=name,
         shape=best.placement.family.units.shape,
@@ -48,18 +51,16 @@ def lane_summary(degrees: Sequence[int]) -> str:
     return " + ".join(f"{len(list(lanes))} x {degree}" for degree, lanes in groupby(degrees))
 
 
-def _candidate(priced: Priced, chosen: bool) -> Candidate:
-    slowest = int(priced.lane_us.argmax())
+def _candidate(priced: Priced, terms: dict[str, float], chosen: bool) -> Candidate:
     degrees = priced.placement.lane_degrees.tolist()
-    moving = np.bincount(priced.schedule, weights=np.array(degrees) > 1, minlength=len(SCHEDULES))
-    schedules = ", ".join(schedule.value for schedule, count in zip(SCHEDULES, moving, strict=True) if count)
+    schedules = ", ".join(SCHEDULES[number].value for number in sorted(priced.moves))
     return Candidate(
         name=priced.placement.name if priced.reuse else f"no reuse, {priced.placement.name.split(',')[0]}",
         lanes=lane_summary(degrees),
         schedules=schedules or "-",
         total_us=priced.total_us,
         exact=priced.packing is not None,
-        terms=priced.lane_terms(slowest),
+        terms=terms,
         chosen=chosen,
         reuse=priced.reuse,
     )
@@ -68,7 +69,7 @@ def _candidate(priced: Priced, chosen: bool) -> Candidate:
 def _lanes(best: Priced) -> tuple[Lane, ...]:
     placement, packing = best.placement, best.packing
     assert packing is not None
-    units, work = placement.family.units, placement.family.work
+    units = placement.family.units
     whole = units.is_whole().tolist()
     edges = np.searchsorted(units.unit_of_branch, np.arange(units.num_units + 1)).tolist()
     nodes, waves = units.branches.node.tolist(), packing.wave_of_branch.tolist()
@@ -76,38 +77,39 @@ def _lanes(best: Priced) -> tuple[Lane, ...]:
     order = np.argsort(placement.lane_of_unit, kind="stable")
     starts = np.searchsorted(placement.lane_of_unit[order], np.arange(len(placement.lane_degrees) + 1)).tolist()
     order_list = order.tolist()
-    inner, leaf = work.inner_tokens.tolist(), work.leaf_tokens.tolist()
+    inner, leaf = (values[best.lanes].tolist() for values in (best.loads.inner_tokens, best.loads.leaf_tokens))
     lane_us, schedule, peak = best.lane_us.tolist(), best.schedule.tolist(), packing.peak_bytes.tolist()
-    lanes, rank = [], 0
-    single = packing.rounds == packing.waves == 1
+    lanes, rank, terms_of = [], 0, best.lane_terms()
     for lane, degree in enumerate(placement.lane_degrees.tolist()):
         members = order_list[starts[lane] : starts[lane + 1]]
         parts = tuple(
             Part(trees[unit], tuple(nodes[edges[unit] : edges[unit + 1]]), whole[unit], rounds[unit])
             for unit in members
         )
-        passes: dict[tuple[int, int], list[int]] = {
-            (number, wave): [] for number in range(packing.rounds) for wave in range(packing.waves)
-        }
-        if single:
-            passes[0, 0] = [node for part in parts for node in part.branches]
+        terms, prompt_tokens, response_tokens = terms_of[lane], round(inner[lane]), round(leaf[lane])
+        if packing.rounds == packing.waves == 1:
+            every = tuple(node for part in parts for node in part.branches)
+            passes = [Wave(0, 0, every, response_tokens)]
         else:
+            found: dict[tuple[int, int], list[int]] = {
+                (number, wave): [] for number in range(packing.rounds) for wave in range(packing.waves)
+            }
             for unit in members:
                 for branch in range(edges[unit], edges[unit + 1]):
-                    passes[rounds[unit], waves[branch]].append(nodes[branch])
-        terms = best.lane_terms(lane)
+                    found[rounds[unit], waves[branch]].append(nodes[branch])
+            passes = [
+                Wave(number, wave, tuple(replayed), sum(lengths[node] for node in replayed))
+                for (number, wave), replayed in found.items()
+            ]
         lanes.append(
             Lane(
                 ranks=tuple(range(rank, rank + degree)),
                 schedule=SCHEDULES[schedule[lane]],
                 prefill_schedule=Schedule.GATHER_KV if terms["prefill_gathers"] else Schedule.ROTATE_KV,
                 parts=parts,
-                waves=tuple(
-                    Wave(number, wave, tuple(branches), sum(lengths[node] for node in branches))
-                    for (number, wave), branches in passes.items()
-                ),
-                prompt_tokens=round(sum(inner[unit] for unit in members)),
-                response_tokens=round(sum(leaf[unit] for unit in members)),
+                waves=tuple(passes),
+                prompt_tokens=prompt_tokens,
+                response_tokens=response_tokens,
                 terms=terms,
                 total_us=lane_us[lane],
                 memory_bytes=peak[lane],

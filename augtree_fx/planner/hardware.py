@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,31 @@ class Curve:
     def us_per_flop(self, size: npt.ArrayLike) -> FloatArray:
         """Microseconds of one FLOP in pieces of the given sizes, same shape."""
         return np.interp(np.log2(np.maximum(size, 1)), self._log_sizes, self._us_per_flop)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedCurves:
+    """Microseconds of several curves' FLOPs together, one look-up in place of one for each.
+
+    Attributes:
+        log_sizes: ascending, log2.
+        us_per_flop: at each of them, weights and all.
+    """
+
+    log_sizes: FloatArray
+    us_per_flop: FloatArray
+
+    @staticmethod
+    @cache
+    def of(*weighted: tuple[Curve, float]) -> WeightedCurves:
+        """The sum of curves times weights; linear between the same points as they are, so nothing is lost."""
+        sizes = sorted({size for curve, _ in weighted for size in curve.sizes})
+        total = sum(curve.us_per_flop(np.array(sizes)) * weight for curve, weight in weighted)
+        return WeightedCurves(np.log2(np.array(sizes, dtype=np.float64)), np.asarray(total))
+
+    def at(self, size: npt.ArrayLike) -> FloatArray:
+        """Microseconds in pieces of the given sizes, same shape."""
+        return np.interp(np.log2(np.maximum(size, 1)), self.log_sizes, self.us_per_flop)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,11 @@ class MemoryModel:
         gathered = np.where(degree > 1, np.maximum(inner, leaf) * self.gathered_bytes, 0.0)
         return self.fixed_bytes + per_rank + running + gathered
 
+    def surely_fits(self, tokens: float) -> bool:
+        """Whether so many tokens fit on a rank whatever the lane and the schedule are: quickly asked, never wrong."""
+        most = self.kept_bytes + self.kv_bytes + self.layer_bytes + self.gathered_bytes
+        return self.fixed_bytes + tokens * most <= self.limit_bytes
+
     def wave_tokens(self, inner: float, degree: int) -> int:
         """Most branch tokens of a lane that fit at once beside its prompts, 0 if not even those fit."""
         free = self.limit_bytes - float(self.peak_bytes(inner, 0, degree, waved=True))

@@ -18,7 +18,7 @@ from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.replay_shape import IntArray, ReplayShape
 from augtree_fx.planner.terms import FLOAT32_BYTES, head_us, linear_us
 from augtree_fx.planner.units import Branches, FloatArray, Units, cut
-from augtree_fx.planner.work import Costs, Work, measure
+from augtree_fx.planner.work import BranchWork, Costs, Work, measure
 
 # Links that placements are made for: free ones, and one port of a network. Constants, for the reason above.
 ASSUMED_BYTES_PER_S = (float("inf"), 50e9)
@@ -73,17 +73,19 @@ def degrees_of(world_size: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, world_size}))
 
 
-def family_of(shape: ReplayShape, branches: Branches, parts: IntArray, costs: Costs) -> Family:
-    """Cut the trees and weigh the units."""
+def family_of(branches: Branches, branch_work: BranchWork, parts: IntArray, shape: ReplayShape, costs: Costs) -> Family:
+    """Cut the trees of a shape and weigh the units."""
     degrees = degrees_of(costs.world_size)
     units = cut(shape, branches, parts)
-    work = measure(units, degrees, costs)
+    work = measure(units, branch_work, degrees, costs)
     memory = MemoryModel.of(costs)
     degree = np.array(degrees, dtype=np.float64)
-    peak = memory.peak_bytes(work.inner_tokens[:, None], work.longest_leaf[:, None], degree, waved=True)
-    alone = memory.peak_bytes(work.inner_tokens[:, None], work.leaf_tokens[:, None], degree, waved=False)
-    fits = np.minimum(peak, alone) <= memory.limit_bytes
     tokens = work.inner_tokens + work.leaf_tokens
+    fits: npt.NDArray[np.bool_] | None = None
+    if not memory.surely_fits(float(tokens.max())):
+        peak = memory.peak_bytes(work.inner_tokens[:, None], work.longest_leaf[:, None], degree, waved=True)
+        alone = memory.peak_bytes(work.inner_tokens[:, None], work.leaf_tokens[:, None], degree, waved=False)
+        fits = np.minimum(peak, alone) <= memory.limit_bytes
     share = max(float(tokens.sum()) / costs.world_size, 1.0)
     token_us = float(linear_us(np.array(share), 1, costs)) / share
     scored = max(float(work.scored_tokens.sum()) / costs.world_size, 1.0)
@@ -93,17 +95,16 @@ def family_of(shape: ReplayShape, branches: Branches, parts: IntArray, costs: Co
     execution, model = costs.execution, costs.model
     kv_bytes = model.dtype_bytes * (execution.forwards + execution.backwards) + FLOAT32_BYTES * execution.backwards
     moved = (work.kv_token_layers * model.kv_values_per_token * kv_bytes)[:, None] * (degree - 1) / degree
-    weights = tuple(
-        np.where(fits, rest + np.maximum(attention, moved * 1e6 / bandwidth), np.inf).round(3)
-        for bandwidth in ASSUMED_BYTES_PER_S
-    )
+    estimates = (rest + np.maximum(attention, moved * (1e6 / bandwidth)) for bandwidth in ASSUMED_BYTES_PER_S)
+    weights = tuple((each if fits is None else np.where(fits, each, np.inf)).round(3) for each in estimates)
     return Family(units, work, weights, rest[:, 0] + attention[:, 0])
 
 
 def placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator[Placement]:
     """All placements that are tried: lanes of one degree, and of mixed degrees, of trees whole and cut."""
     world = costs.world_size
-    whole = family_of(shape, branches, np.ones(shape.num_trees, dtype=np.int64), costs)
+    branch_work = BranchWork.of(shape, branches, costs)
+    whole = family_of(branches, branch_work, np.ones(shape.num_trees, dtype=np.int64), shape, costs)
     for single in _placed(whole, _even_lanes(1, world), 0, "degree 1, whole trees"):
         yield single
         if _is_balanced(single, costs):
@@ -118,7 +119,7 @@ def placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator
         parts = _parts(whole, branches, pieces)
         if (parts == 1).all():
             return
-        family = family_of(shape, branches, parts, costs)
+        family = family_of(branches, branch_work, parts, shape, costs)
         yield from _mixed(family, costs, f"trees cut in {pieces}")
         for degree in degrees_of(world):
             lanes = _even_lanes(degree, world)
@@ -129,7 +130,8 @@ def placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator
 
 def even_placement(shape: ReplayShape, branches: Branches, degree: int, costs: Costs) -> Placement | None:
     """Whole trees in lanes of one degree; ``None`` if some tree does not fit in one."""
-    whole = family_of(shape, branches, np.ones(shape.num_trees, dtype=np.int64), costs)
+    branch_work = BranchWork.of(shape, branches, costs)
+    whole = family_of(branches, branch_work, np.ones(shape.num_trees, dtype=np.int64), shape, costs)
     return next(_placed(whole, _even_lanes(degree, costs.world_size), 0, f"degree {degree}, whole trees"), None)
 
 
@@ -166,24 +168,22 @@ def _powers(ranks: int) -> list[int]:
 def _placed(family: Family, lane_degrees: IntArray, assumed: int, name: str) -> Iterator[Placement]:
     """Longest unit first, each in the lane where it ends first; nothing if some unit fits in none of the lanes."""
     weights = family.weights[assumed]
-    column_of = {degree: column for column, degree in enumerate(family.work.degrees)}
     lanes = lane_degrees.tolist()
-    columns = sorted({column_of[degree] for degree in lanes})
+    column_of = {degree: family.work.degrees.index(degree) for degree in set(lanes)}
+    columns = sorted(column_of.values())
     usable = weights[:, columns]
     best = usable.min(axis=1)
     if not np.isfinite(best).all():
         return
     order = np.argsort(-best, kind="stable").tolist()
-    heaps = [[(0.0, lane) for lane, degree in enumerate(lanes) if column_of[degree] == column] for column in columns]
     lane_of_unit = [0] * len(order)
-    rows = usable.tolist()
-    if len(heaps) == 1:
-        heap, times = heaps[0], usable[:, 0].tolist()
-        for unit in order:
-            load, lane = heap[0]
-            heapq.heapreplace(heap, (load + times[unit], lane))
-            lane_of_unit[unit] = lane
+    if len(columns) == 1:
+        _spread(order, best.tolist(), len(lanes), lane_of_unit)
     else:
+        heaps = [
+            [(0.0, lane) for lane, degree in enumerate(lanes) if column_of[degree] == column] for column in columns
+        ]
+        rows = usable.tolist()
         for unit in order:
             row = rows[unit]
             ends = [heap[0][0] + time for heap, time in zip(heaps, row, strict=True)]
@@ -192,6 +192,23 @@ def _placed(family: Family, lane_degrees: IntArray, assumed: int, name: str) -> 
             heapq.heapreplace(heaps[choice], (ends[choice], lane))
             lane_of_unit[unit] = lane
     yield Placement(family, np.array(lane_of_unit), lane_degrees, name)
+
+
+def _spread(order: list[int], times: list[float], num_lanes: int, lane_of_unit: list[int]) -> None:
+    """Units in their order, each to the equal lane that is free first, of several the first one."""
+    first = order[:num_lanes]
+    if times[first[-1]] == 0:  # an empty lane would take more than one
+        first = []
+    heap = [(times[unit], lane) for lane, unit in enumerate(first)]
+    heap += [(0.0, lane) for lane in range(len(first), num_lanes)]
+    heapq.heapify(heap)
+    for lane, unit in enumerate(first):
+        lane_of_unit[unit] = lane
+    replace = heapq.heapreplace
+    for unit in order[len(first) :]:
+        load, lane = heap[0]
+        replace(heap, (load + times[unit], lane))
+        lane_of_unit[unit] = lane
 
 
 def _mixed(family: Family, costs: Costs, name: str) -> Iterator[Placement]:

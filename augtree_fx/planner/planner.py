@@ -47,6 +47,7 @@ class Planner:
         self.bucketed = bucketed
         self._max_cached = max_cached
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._latest: Plan | None = None  # at the end of `_plans`
 
     def plan(self, shape: ReplayShape, model: ModelShape, *, world_size: int, forward_only: bool = False) -> Plan:
         """The plan of a batch.
@@ -66,8 +67,9 @@ class Planner:
             found = self._plans[key] = self._make(shape, model, world_size, forward_only)
             if len(self._plans) > self._max_cached:
                 self._plans.popitem(last=False)
-        else:
+        elif found is not self._latest:
             self._plans.move_to_end(key)
+        self._latest = found
         return found
 
     def costs(self, model: ModelShape, *, world_size: int, forward_only: bool = False) -> Costs:

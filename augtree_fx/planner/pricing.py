@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from augtree_fx.planner.loads import Loads, joined, loads_of
+from augtree_fx.planner.loads import Loads, loads_of
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.packing import Packing, pack
 from augtree_fx.planner.placement import Placement
@@ -20,7 +20,7 @@ from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
 from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
-from augtree_fx.planner.work import SCHEDULES, Costs
+from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,9 @@ class _Batch:
     lane_us: FloatArray
 
     @cached_property
-    def columns(self) -> dict[str, list[float]]:
-        """Every term of every lane under its schedule."""
-        return self.terms.columns(self.schedule)
+    def moves(self) -> list[int]:
+        """``[lanes]`` index of the schedule of each lane in `SCHEDULES`, -1 in lanes of one rank."""
+        return np.where(self.loads.degree > 1, self.schedule, -1).tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +75,32 @@ class Priced:
         return self._batch.schedule[self.lanes]
 
     @property
+    def moves(self) -> set[int]:
+        """Indices in `SCHEDULES` of schedules under which something moves."""
+        return set(self._batch.moves[self.lanes]) - {-1}
+
+    @property
     def loads(self) -> Loads:
         """Of all lanes that were priced together; this placement's are `lanes`."""
         return self._batch.loads
 
-    def lane_terms(self, lane: int) -> dict[str, float]:
-        """Every term of one lane in microseconds."""
-        where = self._first + lane
-        return {name: values[where] for name, values in self._batch.columns.items()}
+    def lane_terms(self) -> list[dict[str, float]]:
+        """Every term of every lane in microseconds."""
+        return self._batch.terms.rows(np.arange(self.lanes.start, self.lanes.stop), self.schedule)
+
+
+def slowest_terms(priced: Sequence[Priced]) -> list[dict[str, float]]:
+    """Every term of the slowest lane of each, in microseconds; those that were priced together are read together."""
+    found: list[dict[str, float]] = [{}] * len(priced)
+    together: dict[int, list[int]] = {}
+    for number, one in enumerate(priced):
+        together.setdefault(id(one._batch), []).append(number)
+    for numbers in together.values():
+        batch = priced[numbers[0]]._batch
+        lanes = np.array([priced[number]._first + int(priced[number].lane_us.argmax()) for number in numbers])
+        for number, terms in zip(numbers, batch.terms.rows(lanes, batch.schedule[lanes]), strict=True):
+            found[number] = terms
+    return found
 
 
 def bounds(
@@ -96,13 +114,8 @@ def bounds(
         reuse: whether the shape that was placed shares tokens, for tables.
         schedules: those a lane may choose from.
     """
-    levels = placements[0].family.units.shape.num_levels
-    loads = [
-        loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, levels)
-        for placement in placements
-    ]
-    firsts = np.cumsum([0] + [len(one.degree) for one in loads])[:-1]
-    batch = _batch(joined(loads), 1, 1, schedules, costs)
+    firsts = np.cumsum([0] + [len(placement.lane_degrees) for placement in placements])[:-1]
+    batch = _batch(loads_of(placements), 1, 1, schedules, costs)
     totals = np.maximum.reduceat(batch.lane_us, firsts).round(3).tolist()
     seconds = np.maximum.reduceat(batch.lane_us - _weights_us(batch), firsts).round(3).tolist()
     return [
@@ -118,10 +131,7 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
         return None
     if packing.rounds == packing.waves == 1:
         return replace(priced, packing=packing)
-    placement = priced.placement
-    levels = placement.family.units.shape.num_levels
-    loads = loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, levels)
-    batch = _batch(loads, packing.waves, packing.rounds, priced.schedules, costs)
+    batch = _batch(loads_of([priced.placement]), packing.waves, packing.rounds, priced.schedules, costs)
     total = round(float(batch.lane_us.max()), 3)
     rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
     return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0)
@@ -129,12 +139,13 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
 
 def exchanged(placement: Placement, packing: Packing, costs: Costs) -> Priced:
     """Price a placement of rows as Ulysses runs it: whole rows with some of the heads, all-to-all around attention."""
-    loads = loads_of(placement.family.work, placement.lane_of_unit, placement.lane_degrees, 1)
+    loads = loads_of([placement])
     whole = np.bincount(
         placement.lane_of_unit, weights=placement.family.work.prefill_us[:, 0], minlength=len(loads.degree)
     )
-    still = np.zeros_like(loads.degree)
-    loads = replace(loads, prefill_us=whole / loads.degree, kv_token_layers=still)
+    sums = loads.sums.copy()
+    sums[SUMS.index("kv_token_layers")] = 0
+    loads = replace(loads, prefill_us=whole / loads.degree, sums=sums)
     terms = terms_of(loads, 1, packing.rounds, costs)
     moved = exchange_us(loads.inner_tokens / loads.degree, loads.degree, costs)
     terms = replace(terms, prefill_transfer_us=moved, prefill_exposed_us=moved, merge_us=np.zeros_like(terms.merge_us))

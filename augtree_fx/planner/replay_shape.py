@@ -33,9 +33,19 @@ _EDGE_OF_LENGTH = np.searchsorted(_EDGES, np.arange(1 << 17)).astype(np.int16)  
 
 def edge_index(lengths: IntArray) -> npt.NDArray[np.int16]:
     """Index of the first edge that is not below each length."""
-    if lengths.max() < len(_EDGE_OF_LENGTH):
+    try:
         return _EDGE_OF_LENGTH[lengths]
-    return np.searchsorted(_EDGES, lengths).astype(np.int16)
+    except IndexError:  # asking for the largest one first takes as long as the look-up
+        return np.searchsorted(_EDGES, lengths).astype(np.int16)
+
+
+class Key(tuple[bytes, ...]):
+    """Arrays of a shape. Equality compares all of them, the hash is of the first one: hashing takes far longer."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(self[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +136,10 @@ class ReplayShape:
         return ReplayShape.from_nodes(layout.parent, layout.length, num_rows=num_rows)
 
     @cached_property
-    def key(self) -> tuple[bytes, ...]:
+    def key(self) -> Key:
         """What makes two shapes the same."""
-        arrays = (self.parent, self.length, self.num_rows, self.scored_tokens)
-        return tuple(array.tobytes() for array in arrays)
+        arrays = (self.length, self.parent, self.num_rows, self.scored_tokens)
+        return Key(array.tobytes() for array in arrays)
 
     @property
     def num_nodes(self) -> int:
@@ -185,11 +195,10 @@ class ReplayShape:
         return int((self.num_rows * (self.path_start + self.length)).sum())
 
     @cached_property
-    def bucket_key(self) -> tuple[bytes, ...]:
+    def bucket_key(self) -> Key:
         """Equal for the shapes of one bucket: same trees, and lengths between the same edges."""
         length, scored = edge_index(self.length), edge_index(self.scored_tokens)
-        arrays = (self.parent.astype(np.int32), length, self.num_rows.astype(np.int32), scored)
-        return tuple(array.tobytes() for array in arrays)
+        return Key((length.tobytes(), self.parent.tobytes(), self.num_rows.tobytes(), scored.tobytes()))
 
     def bucketed(self) -> ReplayShape:
         """The shape that stands for all shapes of one bucket: every length rounded up to the next edge."""

@@ -63,14 +63,14 @@ class Terms:
         lane = self.linear_us + self.head_us + self.prefill_attention_us + self.prefill_exposed_us
         return lane + self.replay_attention_us + self.exposed_us + self.merge_us + self.weights_us
 
-    def columns(self, schedule: IntArray) -> dict[str, list[float]]:
-        """Every term of every lane, in the lane's schedule."""
-        lanes = np.arange(len(schedule))
-        fields_of = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: (values if values.ndim == 1 else values[schedule, lanes]).tolist()
-            for name, values in fields_of.items()
-        }
+    def rows(self, lanes: IntArray, schedule: IntArray) -> list[dict[str, float]]:
+        """Every term of some lanes, each in its schedule."""
+        arrays = [getattr(self, name) for name in _TERMS]
+        columns = [(values[lanes] if values.ndim == 1 else values[schedule, lanes]).tolist() for values in arrays]
+        return [dict(zip(_TERMS, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+_TERMS = tuple(field.name for field in fields(Terms))
 
 
 def linear_us(tokens: FloatArray, passes: FloatArray | int, costs: Costs) -> FloatArray:

@@ -6,7 +6,9 @@ those of two groups with equal prompts would, so a cut needs no communication be
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,13 @@ FloatArray = npt.NDArray[np.float64]
 def summed(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
     """``[size]`` sums of the values that have the same index."""
     return np.bincount(where, weights=values, minlength=size).astype(np.float64, copy=False)
+
+
+def summed_rows(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
+    """``[..., n] -> [..., size]``: `summed` along the last dimension, all rows in one call."""
+    rows = math.prod(values.shape[:-1])
+    index = np.arange(0, rows * size, size)[:, None] + where
+    return summed(index.ravel(), values.ravel(), rows * size).reshape(*values.shape[:-1], size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +96,20 @@ class Units:
     def num_units(self) -> int:
         return len(self.tree)
 
+    @cached_property
+    def _one_block_each(self) -> bool:
+        """Whether every unit has one block, in the order of units, as in trees of two levels."""
+        return len(self.block_unit) == self.num_units and bool((np.diff(self.block_unit) == 1).all())
+
     def sum_blocks(self, values: npt.NDArray) -> FloatArray:
-        """``[blocks] -> [units]``."""
-        return summed(self.block_unit, values, self.num_units)
+        """``[..., blocks] -> [..., units]``."""
+        if self._one_block_each:
+            return values.astype(np.float64, copy=False)
+        return summed_rows(self.block_unit, values, self.num_units)
 
     def sum_branches(self, values: npt.NDArray) -> FloatArray:
-        """``[branches] -> [units]``."""
-        return summed(self.unit_of_branch, values, self.num_units)
+        """``[..., branches] -> [..., units]``."""
+        return summed_rows(self.unit_of_branch, values, self.num_units)
 
     def is_whole(self) -> npt.NDArray[np.bool_]:
         """``[units]`` whether a unit is all of its tree."""
@@ -110,30 +126,30 @@ def cut(shape: ReplayShape, branches: Branches, parts: IntArray) -> Units:
     """
     node, length = branches.node, shape.length.astype(np.float64)
     label = _labels(shape, branches, parts)
-    leaf_length = length[node]
-    total_before = np.concatenate([[0.0], np.cumsum(leaf_length)])
+    total_before = np.concatenate([[0.0], np.cumsum(length[node])])
     inner = np.flatnonzero(~shape.is_leaf)
-    barren = branches.begin[inner] == branches.end[inner]
-    # Trees without branches come after all labels, one unit each.
-    first = last = np.zeros(len(inner), dtype=np.int64)
-    if len(node):
-        first = np.where(barren, 0, label.first[np.where(barren, 0, branches.begin[inner])])
-        last = np.where(barren, 0, label.first[np.where(barren, 0, branches.end[inner] - 1)])
-    alone = np.flatnonzero(barren & (shape.parent[inner] < 0))
-    num_labels = len(label.tree)
-    first[alone] = num_labels + np.arange(len(alone))
-    last[alone] = first[alone]
+    begin, end = branches.begin[inner], branches.end[inner]
+    barren = begin == end
+    tree, edge = label.tree, np.concatenate([label.begin, [len(node)]])
+    if barren.any():
+        # Trees without branches come after all labels, one unit each.
+        alone = np.flatnonzero(barren & (shape.parent[inner] < 0))
+        num_labels = len(tree)
+        first = last = np.zeros(len(inner), dtype=np.int64)
+        if len(node):
+            first, last = (np.where(barren, 0, label.first[np.where(barren, 0, at)]) for at in (begin, end - 1))
+        first[alone] = last[alone] = num_labels + np.arange(len(alone))
+        tree = np.concatenate([tree, inner[alone]]).astype(np.int64)
+        edge = np.concatenate([edge, np.full(len(alone), len(node))])
+    else:
+        first, last = label.first[begin], label.first[end - 1]
     spans = last - first + 1
     block = np.repeat(np.arange(len(inner)), spans)
     block_unit = first[block] + np.arange(len(block)) - (np.cumsum(spans) - spans)[block]
-    block_node = inner[block]
-    edge = np.append(label.begin, len(node))
-    low = np.maximum(branches.begin[block_node], edge[np.minimum(block_unit, num_labels)])
-    high = np.minimum(branches.end[block_node], edge[np.minimum(block_unit + 1, num_labels)])
+    low, high = np.maximum(begin[block], edge[block_unit]), np.minimum(end[block], edge[block_unit + 1])
     leaf_below = np.where(barren[block], 0.0, total_before[np.maximum(high, low)] - total_before[low])
-    inner_below = _inner_below(shape, block_node, block_unit, length)
-    tree = np.concatenate([label.tree, inner[alone]]).astype(np.int64)
-    return Units(shape, branches, tree, label.first, block_node, block_unit, inner_below, leaf_below)
+    inner_below = _inner_below(shape, inner[block], block_unit, length)
+    return Units(shape, branches, tree, label.first, inner[block], block_unit, inner_below, leaf_below)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +166,16 @@ def _labels(shape: ReplayShape, branches: Branches, parts: IntArray) -> _Labels:
         empty = np.zeros(0, dtype=np.int64)
         return _Labels(empty, empty, empty)
     tree = shape.tree[branches.node]
-    length = shape.length[branches.node] + 1.0  # an empty branch is somewhere, too
-    total = np.bincount(tree, weights=length, minlength=shape.num_trees)
-    starts = np.concatenate([[0.0], np.cumsum(total)])[tree]
-    middle = np.cumsum(length) - length / 2 - starts
-    part = np.minimum((middle * parts[tree] / total[tree]).astype(np.int64), parts[tree] - 1)
     new = np.empty(len(tree), dtype=bool)
     new[0] = True
-    new[1:] = (np.diff(tree) != 0) | (np.diff(part) != 0)
+    np.not_equal(tree[1:], tree[:-1], out=new[1:])
+    if (parts > 1).any():
+        length = shape.length[branches.node] + 1.0  # an empty branch is somewhere, too
+        total = np.bincount(tree, weights=length, minlength=shape.num_trees)
+        starts = np.concatenate([[0.0], np.cumsum(total)])[tree]
+        middle = np.cumsum(length) - length / 2 - starts
+        part = np.minimum((middle * parts[tree] / total[tree]).astype(np.int64), parts[tree] - 1)
+        new[1:] |= part[1:] != part[:-1]
     begin = np.flatnonzero(new)
     return _Labels(np.cumsum(new) - 1, tree[begin], begin)
 
@@ -165,7 +183,7 @@ def _labels(shape: ReplayShape, branches: Branches, parts: IntArray) -> _Labels:
 def _inner_below(shape: ReplayShape, node: IntArray, unit: IntArray, length: FloatArray) -> FloatArray:
     """Prefilled tokens below each block in its unit, from the deepest level up."""
     below = np.zeros(len(node))
-    if shape.num_levels <= 2 and not (shape.parent[node] >= 0).any():
+    if shape.num_levels <= 2:  # all blocks are roots
         return below
     key = node * (int(unit.max()) + 1) + unit
     order = np.argsort(key, kind="stable")

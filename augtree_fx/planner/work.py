@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from augtree_fx.planner.execution import Execution
-from augtree_fx.planner.hardware import Hardware
+from augtree_fx.planner.hardware import Curve, Hardware, WeightedCurves
 from augtree_fx.planner.model_shape import ModelShape
+from augtree_fx.planner.replay_shape import ReplayShape
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.units import FloatArray, Units, summed
+from augtree_fx.planner.units import Branches, FloatArray, Units
 
 BACKWARD_FLOP = 2.5  # of attention, in forwards: five products against two
 SCHEDULES = (Schedule.ROTATE_KV, Schedule.MOVE_Q, Schedule.GATHER_KV)
@@ -32,36 +34,110 @@ class Costs:
     execution: Execution
     world_size: int
 
+    @cached_property
+    def causal_us(self) -> WeightedCurves:
+        """Microseconds of a FLOP of causal attention, with as many forwards and backwards as a step has."""
+        machine = self.hardware
+        return self._both(machine.causal_forward, machine.causal_backward)
+
+    @cached_property
+    def full_us(self) -> WeightedCurves:
+        """The same without a mask."""
+        return self._both(self.hardware.full_forward, self.hardware.full_backward)
+
+    def _both(self, forward: Curve, backward: Curve) -> WeightedCurves:
+        execution = self.execution
+        return WeightedCurves.of((forward, execution.forwards), (backward, BACKWARD_FLOP * execution.backwards))
+
+
+SUMS = ("inner_tokens", "leaf_tokens", "scored_tokens", "kv_token_layers", "own_us", "own_pairs", "own_cubes")
+
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """Work of units; arrays start with ``[units]``, times are microseconds of one rank over all layers, both passes.
+class Amounts:
+    """What each of some things has to do: units, or lanes. Times are microseconds over all layers, both passes.
+
+    Attributes:
+        sums: ``[len(SUMS), things]``, one row for each name in `SUMS`, which add up over the parts of a thing.
+        longest_leaf: ``[things]`` tokens of the longest branch.
+    """
+
+    sums: FloatArray
+    longest_leaf: FloatArray
+
+    @property
+    def inner_tokens(self) -> FloatArray:
+        """``[things]`` prefilled tokens."""
+        return self.sums[0]
+
+    @property
+    def leaf_tokens(self) -> FloatArray:
+        """``[things]`` replayed tokens."""
+        return self.sums[1]
+
+    @property
+    def scored_tokens(self) -> FloatArray:
+        """``[things]`` tokens through the LM head."""
+        return self.sums[2]
+
+    @property
+    def kv_token_layers(self) -> FloatArray:
+        """``[things]`` prefilled tokens whose keys and values the lane's ranks need, times layers."""
+        return self.sums[3]
+
+    @property
+    def own_us(self) -> FloatArray:
+        """``[things]`` branches' attention to themselves: of a unit on one rank, of a lane on each of its ranks."""
+        return self.sums[4]
+
+    @property
+    def own_pairs(self) -> FloatArray:
+        """``[things]`` (query, key) pairs of that in a layer without a window."""
+        return self.sums[5]
+
+    @property
+    def own_cubes(self) -> FloatArray:
+        """``[things]`` sum of cubed branch lengths."""
+        return self.sums[6]
+
+
+@dataclass(frozen=True, eq=False)
+class Work(Amounts):
+    """Work of units, on each rank of a lane.
 
     Attributes:
         degrees: degrees of the columns below.
-        inner_tokens: prefilled tokens.
-        leaf_tokens: replayed tokens.
-        scored_tokens: tokens through the LM head.
-        longest_leaf: tokens of the longest branch.
-        kv_token_layers: prefilled tokens whose keys and values the lane's ranks need, times layers.
-        own_us: branches' attention to themselves on one rank; a lane of degree d takes a d-th of it.
-        own_pairs: (query, key) pairs of that in a layer without a window.
-        own_cubes: sum of cubed branch lengths.
         prefill_us: ``[units, degrees]`` attention of prefilled nodes.
         cross_us: ``[schedules, units, degrees]`` attention of branches to their ancestors, in the order of `SCHEDULES`.
     """
 
     degrees: tuple[int, ...]
-    inner_tokens: FloatArray
-    leaf_tokens: FloatArray
-    scored_tokens: FloatArray
-    longest_leaf: FloatArray
-    kv_token_layers: FloatArray
-    own_us: FloatArray
-    own_pairs: FloatArray
-    own_cubes: FloatArray
     prefill_us: FloatArray
     cross_us: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class BranchWork:
+    """What the branches of a shape have to do, however its trees are cut.
+
+    Attributes:
+        length: ``[branches]`` tokens.
+        sums: ``[5, branches]``: tokens, scored tokens, and the last three of `SUMS`.
+    """
+
+    length: FloatArray
+    sums: FloatArray
+
+    @staticmethod
+    def of(shape: ReplayShape, branches: Branches, costs: Costs) -> BranchWork:
+        """Work of all branches, in their order."""
+        length = shape.length[branches.node].astype(np.float64)
+        own = np.zeros(len(length))
+        for window, layers in costs.model.windows:
+            reach = float("inf") if window is None else float(window)
+            own += layers * _pair_us(causal_pairs(length, window), np.minimum(length, reach), costs, causal=True)
+        scored = shape.scored_tokens[branches.node]
+        return BranchWork(length, np.stack([length, scored, own, causal_pairs(length, None), length**3]))
 
 
 def causal_pairs(length: FloatArray, window: int | None) -> FloatArray:
@@ -72,19 +148,17 @@ def causal_pairs(length: FloatArray, window: int | None) -> FloatArray:
     return inside * (inside + 1) / 2 + (length - inside) * window
 
 
-def measure(units: Units, degrees: tuple[int, ...], costs: Costs) -> Work:
+def measure(units: Units, branch_work: BranchWork, degrees: tuple[int, ...], costs: Costs) -> Work:
     """Work of every unit in lanes of every degree."""
     shape, model = units.shape, costs.model
-    length = shape.length.astype(np.float64)
-    block, leaf = length[units.block_node], length[units.branches.node]
+    block = shape.length[units.block_node].astype(np.float64)
     degree = np.array(degrees, dtype=np.float64)
-    own, kv_layers = np.zeros(len(leaf)), np.zeros(len(block))
+    kv_layers = np.zeros(len(block))
     prefill = np.zeros((len(block), len(degrees)))
     cross = np.zeros((len(SCHEDULES), len(block), len(degrees)))
     late = np.zeros((units.num_units, len(degrees)))
     for window, layers in model.windows:
         reach = float("inf") if window is None else float(window)
-        own += layers * _pair_us(causal_pairs(leaf, window), np.minimum(leaf, reach), costs, causal=True)
         kv_layers += layers * np.minimum(block, reach)
         chunk = np.minimum(block[:, None] / np.where(degree > 1, 2 * degree, 1), reach)
         pairs = causal_pairs(block, window)[:, None] / degree
@@ -93,64 +167,39 @@ def measure(units: Units, degrees: tuple[int, ...], costs: Costs) -> Work:
             late += layers * _windowed_cross_us(units, window, costs)[:, None] / degree
             continue
         if shape.num_levels > 2:
-            prefill += layers * _block_us(block, units.inner_below, 1 / degree, 1 / degree, costs)
+            prefill += layers * _block_us(block, units.inner_below, 1 / degree, costs)
         cross += layers * _cross_us(block, units.leaf_below, degree, costs)
-    unit, num_units = units.block_unit, units.num_units
-    scored = shape.scored_tokens.astype(np.float64)
-    longest = np.zeros(num_units)
-    np.maximum.at(longest, units.unit_of_branch, leaf)
+    inner, scored, kv = units.sum_blocks(np.stack([block, shape.scored_tokens[units.block_node], kv_layers]))
+    leaf, leaf_scored, *own = units.sum_branches(branch_work.sums)
+    longest = np.zeros(units.num_units)
+    np.maximum.at(longest, units.unit_of_branch, branch_work.length)
+    by_degree = units.sum_blocks(np.concatenate([prefill[None], cross]).transpose(0, 2, 1)).transpose(0, 2, 1)
     return Work(
-        degrees=degrees,
-        inner_tokens=units.sum_blocks(block),
-        leaf_tokens=units.sum_branches(leaf),
-        scored_tokens=units.sum_branches(scored[units.branches.node]) + units.sum_blocks(scored[units.block_node]),
+        sums=np.stack([inner, leaf, scored + leaf_scored, kv, *own]),
         longest_leaf=longest,
-        kv_token_layers=units.sum_blocks(kv_layers),
-        own_us=units.sum_branches(own),
-        own_pairs=units.sum_branches(causal_pairs(leaf, None)),
-        own_cubes=units.sum_branches(leaf**3),
-        prefill_us=_sum_rows(prefill, unit, num_units),
-        cross_us=np.stack([_sum_rows(one, unit, num_units) + late for one in cross]),
+        degrees=degrees,
+        prefill_us=by_degree[0],
+        cross_us=by_degree[1:] + late,
     )
-
-
-def _sum_rows(values: FloatArray, unit: np.ndarray, num_units: int) -> FloatArray:
-    if len(values) == num_units and (np.diff(unit) == 1).all():
-        return values  # one block a unit, in order
-    columns = values.shape[1]
-    flat = (unit[:, None] * columns + np.arange(columns)).ravel()
-    return summed(flat, values.ravel(), num_units * columns).reshape(num_units, columns)
 
 
 def _pair_us(pairs: FloatArray, size: FloatArray, costs: Costs, *, causal: bool) -> FloatArray:
     """Microseconds of attention pairs in pieces of a size, with as many forwards and backwards as a step has."""
-    machine, execution = costs.hardware, costs.execution
-    forward, backward = machine.full_forward, machine.full_backward
-    if causal:
-        forward, backward = machine.causal_forward, machine.causal_backward
-    time = execution.forwards * forward.us_per_flop(size)
-    if execution.backwards:
-        time = time + BACKWARD_FLOP * backward.us_per_flop(size)
-    return pairs * costs.model.pair_flop * time
+    return pairs * (costs.model.pair_flop * (costs.causal_us if causal else costs.full_us).at(size))
 
 
-def _block_us(
-    keys: FloatArray, queries: FloatArray, key_share: FloatArray, query_share: FloatArray, costs: Costs
-) -> FloatArray:
-    """One unmasked block a row, of which a rank computes the given shares at a time, by degree."""
-    size = np.minimum(keys[:, None] * key_share, queries[:, None] * query_share)
-    return _pair_us((keys * queries)[:, None] * np.minimum(key_share, query_share), size, costs, causal=False)
+def _block_us(keys: FloatArray, queries: FloatArray, share: FloatArray, costs: Costs) -> FloatArray:
+    """``[blocks, degrees]``: one unmasked block a row, of which a rank computes a share of both sides at a time."""
+    size = np.minimum(keys, queries)[:, None] * share
+    return _pair_us((keys * queries)[:, None] * share, size, costs, causal=False)
 
 
 def _cross_us(keys: FloatArray, queries: FloatArray, degree: FloatArray, costs: Costs) -> FloatArray:
     """``[schedules, blocks, degrees]``: a d-th of the pairs, in pieces as large as each schedule leaves them."""
-    ones, share = np.ones_like(degree), 1 / degree
-    rotate_size = np.minimum(keys, queries)[:, None] * share
-    pairs = (keys * queries)[:, None] * share
-    rotate = _pair_us(pairs, rotate_size, costs, causal=False)
-    move = _block_us(keys, queries, share, ones, costs)
-    gather = _block_us(keys, queries, ones, share, costs)
-    return np.stack([rotate, move, gather])
+    keys, queries, share = keys[:, None], queries[:, None], 1 / degree
+    held, sent = keys * share, queries * share
+    size = np.stack([np.minimum(held, sent), np.minimum(held, queries), np.minimum(keys, sent)])
+    return _pair_us(keys * queries * share, size, costs, causal=False)
 
 
 def _windowed_cross_us(units: Units, window: int, costs: Costs) -> FloatArray:

@@ -15,6 +15,7 @@ from torch import distributed
 from augtree_fx import kernels
 from augtree_fx.examples.bench import timing
 from augtree_fx.examples.bench.shapes import Heads, Shape, parse_shape
+from augtree_fx.planner.profiles import profile
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Shapes by device type: long prompt; longer prompt, short responses; long responses; short prompt, many responses.
@@ -213,21 +214,75 @@ def add_cp(commands: argparse._SubParsersAction) -> None:
 def add_planner(commands: argparse._SubParsersAction) -> None:
     """Declare ``bench planner``."""
     parser = commands.add_parser(
-        "planner", help="host time of planning: a new batch, a cached plan, and where the time goes",
-        description="Host time of planning on one core, of a new batch and of one whose plan is cached.",
+        "planner", help="host time of planning; with --steps predicted steps against measured ones",
+        description="Host time of planning on one core, of a new batch and of one whose plan is cached. With --steps: "
+        "update steps of Qwen3 with few layers under every plan that a planner can choose from, beside what it "
+        "predicts; on one device, or under torchrun --nproc-per-node 2 -m augtree_fx bench planner --steps. " + _NOTE,
     )  # fmt: skip
-    parser.add_argument("--repeats", type=_number, default=20, help="timed runs; default %(default)s")
+    parser.add_argument("--repeats", type=_number, help="timed runs; default 20, of steps 3")
     parser.add_argument(
-        "--profile", type=int, choices=range(1, 51), metavar="N", help="also show the N slowest functions"
-    )
+        "--profile", type=int, choices=range(51), metavar="N",
+        help="show the N slowest functions of a new plan; default 12, 0 for none",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=_writable, help="also write all figures to FILE")
+    steps = parser.add_argument_group("with --steps")
+    steps.add_argument("--steps", action="store_true", help="measure steps instead")
+    steps.add_argument(
+        "--again", metavar="FILE", help="take the times of an earlier --steps --json, and predict them anew"
+    )
+    steps.add_argument("--device", choices=timing.CEILING_SIZE, help="default: cuda")
+    steps.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, on the CPU float32")
+    steps.add_argument("--hardware", help="profile, or the JSON that calibrate wrote; default h200, on the CPU cpu")
+    steps.add_argument("--kernel", choices=kernels.NAMES, default="auto", help="of attention; default auto")
+    steps.add_argument("--checkpointing", choices=["on", "off"], default="on", help="of layers; default on")
+    steps.add_argument(
+        "--model", choices=["tiny", *MODELS["cuda"]], action="append",
+        help="only batches of this model; of --shape, the models; default all, on the CPU tiny",
+    )  # fmt: skip
+    steps.add_argument("--layers", type=_number, help="decoder layers instead of those of each batch")
+    steps.add_argument(
+        "--shape", metavar="PxNxR", type=parse_shape, action="append",
+        help="prompt x branches x response in tokens instead of the batches built in; may be given several times",
+    )  # fmt: skip
+    steps.add_argument("--seconds", type=_number, default=300, help="begin no batch after so many; default %(default)s")
     parser.set_defaults(run=_planner, parser=parser)
 
 
 def _planner(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if given.steps or given.again:
+        if given.profile:
+            parser.error("--profile is of planning's host time, got --steps or --again too; drop one")
+        return _planned_steps(given, parser)
     from augtree_fx.examples.bench import planner
 
-    return planner.run(given.repeats, given.profile, given.json)
+    return planner.run(given.repeats or 20, 12 if given.profile is None else given.profile, given.json)
+
+
+def _planned_steps(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from augtree_fx.examples.bench import plan_cases, plan_steps
+    from augtree_fx.examples.bench.cp import world
+
+    device = torch.device("cpu") if given.again else _device(given, parser)
+    cases = plan_cases.CUDA_CASES if device.type == "cuda" else plan_cases.CPU_CASES
+    names = given.model or MODELS[device.type]
+    if given.shape:
+        cases = [plan_cases.of_shape(name, 2, shape) for name in names for shape in given.shape]
+    options = plan_steps.Options(
+        cases=[replace(case, layers=given.layers or case.layers) for case in cases if case.model in names],
+        hardware=given.hardware or ("h200" if given.again or device.type == "cuda" else "cpu"),
+        dtype=_dtype(given, device), repeats=given.repeats or 3, kernel=given.kernel,
+        checkpointing=given.checkpointing == "on", seconds=given.seconds, json=given.json,
+    )  # fmt: skip
+    if not options.cases:
+        parser.error(f"no batch is of model {', '.join(names)}; name another one, or give --shape")
+    try:
+        profile(options.hardware)
+        if given.again:
+            return plan_steps.again(given.again, options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    with world.joined(device.type, 600, alone=True) as ranks:
+        return plan_steps.run(ranks, options)
 
 
 def _device(given: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:

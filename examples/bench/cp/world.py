@@ -100,18 +100,19 @@ class Alone(World):
 
 
 @contextmanager
-def joined(device_type: str, seconds: int) -> Iterator[World]:
+def joined(device_type: str, seconds: int, *, alone: bool = False) -> Iterator[World]:
     """Meet the other processes, through torchrun unless a process group is there already.
 
     Args:
         device_type: ``"cuda"``, a device for each local rank, or ``"cpu"``.
         seconds: after which a collective that some rank does not join is an error.
+        alone: without torchrun this process is the only one.
 
     Raises:
-        NoRanks: there is neither torchrun nor a process group.
+        NoRanks: there is neither torchrun nor a process group, and one process is not enough.
     """
-    here = distributed.is_initialized()
-    if not here and "RANK" not in os.environ:
+    here, launched = distributed.is_initialized(), "RANK" in os.environ
+    if not here and not launched and not alone:
         raise NoRanks(
             "context parallelism needs several processes, got one without RANK in its environment; run it as "
             "torchrun --nproc-per-node 2 -m augtree_fx bench cp ..."
@@ -122,7 +123,8 @@ def joined(device_type: str, seconds: int) -> Iterator[World]:
         torch.cuda.set_device(device)
     wait = timedelta(seconds=seconds)
     if not here:
-        distributed.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=wait)
+        store: dict[str, Any] = {} if launched else {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+        distributed.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=wait, **store)
     try:
         group = distributed.group.WORLD
         assert group is not None
