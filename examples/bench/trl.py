@@ -1,7 +1,7 @@
 """``bench trl``: the update stage of TRL's `GRPOTrainer` on completions that are given: plain, ours, and ours pooled.
 
-A step is what the trainer does between two generations: forward, loss, metrics, backward, clipping, optimizer, on one
-group. Its rollouts are handed to it (`rollout_func`), once; its first step, which also scores them, is the warm-up.
+A step is what the trainer does between two generations: forward, loss, metrics, backward, gradient norm, optimizer, on
+one group. Its rollouts are handed to it (`rollout_func`), once; its first step, which also scores them, is the warm-up.
 Under torchrun a group is spread over all ranks, each of which has the whole model (DDP).
 """
 
@@ -171,7 +171,7 @@ def measure(world: World, options: Options, shape: Shape, contender: Contender) 
                 trainer, strict=True, rows="pooled" if contender.key == POOLED else None, kernel=options.kernel
             )
         trainer.train()
-    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
     works = contender.work(shape)
     if contender.key != PLAIN and {log.get("augtree/computed_tokens") for log in logs} != {works[0].tokens}:
         seen = [(log.get("augtree/computed_tokens"), log.get("augtree/unshared_batches")) for log in logs]
@@ -180,7 +180,7 @@ def measure(world: World, options: Options, shape: Shape, contender: Contender) 
     return {
         "time": timing.summary(times), "times_ms": times, "peak_gib": world.peak_gib(),
         "tokens": sum(work.tokens for work in works),
-        "loss": [log["loss"] for log in logs], "grad_norm": [log["grad_norm"] for log in logs],
+        "loss": [log["loss"] for log in logs], "grad_norm": clock.grad_norms,
         "executed_flop": sum(work.executed_flop(model, checkpointing=True) for work in works),
         "model_flop": sum(work.model_flop(model) for work in works),
     }  # fmt: skip
@@ -212,10 +212,15 @@ def build_trainer(
         return [sum(ids) % 17 / 17 for ids in completion_ids]
 
     class Clock(TrainerCallback):
-        """Milliseconds from the begin of each update to its end, the device's work included."""
+        """Milliseconds from the begin of each update to its end, the device's work included, and gradient norms.
 
-        times_ms: list[float] = []
-        begin_s = 0.0
+        The trainer's own norm, that of clipping, is taken in the gradients' dtype, which in bfloat16 is 3 digits.
+        """
+
+        def __init__(self) -> None:
+            self.times_ms: list[float] = []
+            self.grad_norms: list[float] = []
+            self.begin_s = 0.0
 
         def now_s(self) -> float:
             if world.device.type == "cuda":
@@ -225,18 +230,22 @@ def build_trainer(
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.begin_s = self.now_s()
 
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            wide = torch.promote_types(options.dtype, torch.float32)
+            norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None], 2, wide)
+            self.grad_norms.append(float(torch.stack(norms).norm()))
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.times_ms.append((self.now_s() - self.begin_s) * 1e3)
 
     clock, updates = Clock(), 1 + options.repeats
-    clock.times_ms = []
     config = trl.GRPOConfig(
         output_dir=folder, max_steps=updates, num_iterations=updates, num_generations=shape.branches,
         per_device_train_batch_size=contender.rows, gradient_accumulation_steps=contender.steps,
         max_completion_length=shape.response, gradient_checkpointing=True, bf16=False, optim="adamw_torch",
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, shuffle_dataset=False, use_cpu=world.device.type == "cpu",
-        ddp_find_unused_parameters=False,
+        ddp_find_unused_parameters=False, max_grad_norm=0.0,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         model, reward, args=config, train_dataset=Dataset.from_list([{"prompt": "given"}]),
