@@ -137,6 +137,8 @@ def build(kind: str, family: str, folder: str, *, use_lora: bool, sharded: bool,
     """A trainer on this rank, whose model lies in a folder of the family's name."""
     model = os.path.join(folder, family)
     given = arguments(os.path.join(folder, f"rank{distributed.get_rank()}"), **changes)
+    if given.pop("uneven", False):
+        given["generation_kwargs"] = {"use_cache": False, "max_new_tokens": 6 + 5 * distributed.get_rank()}
     given |= {"model_init_kwargs": {"dtype": "auto"}} | (fsdp2(family) if sharded else {})
     shared: dict[str, Any] = {"processing_class": tokenizer(), "peft_config": lora() if use_lora else None}
     if kind == "dpo":
@@ -158,7 +160,8 @@ def both(kind: str, family: str, folder: str, options: dict[str, Any]) -> Found:
         family: of the model.
         folder: where its checkpoint lies.
         options: ``use_lora``, ``sharded`` (FSDP2), ``degree``, ``as_dealt`` (the plain trainer's rows stay as it deals
-            them), ``evaluate``; the rest goes to the trainer's config.
+            them), ``evaluate``, ``uneven`` (ranks generate different numbers of tokens, without a KV cache); the rest
+            goes to the trainer's config.
     """
     transformers.logging.set_verbosity_error()
     options = {"use_lora": False, "sharded": False, **options}
