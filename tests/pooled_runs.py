@@ -137,6 +137,8 @@ def build(kind: str, family: str, folder: str, *, use_lora: bool, sharded: bool,
     """A trainer on this rank, whose model lies in a folder of the family's name."""
     model = os.path.join(folder, family)
     given = arguments(os.path.join(folder, f"rank{distributed.get_rank()}"), **changes)
+    if given.pop("uneven", False):
+        given["generation_kwargs"] = {"use_cache": False, "max_new_tokens": 6 + 5 * distributed.get_rank()}
     given |= {"model_init_kwargs": {"dtype": "auto"}} | (fsdp2(family) if sharded else {})
     shared: dict[str, Any] = {"processing_class": tokenizer(), "peft_config": lora() if use_lora else None}
     if kind == "dpo":
@@ -158,7 +160,8 @@ def both(kind: str, family: str, folder: str, options: dict[str, Any]) -> Found:
         family: of the model.
         folder: where its checkpoint lies.
         options: ``use_lora``, ``sharded`` (FSDP2), ``degree``, ``as_dealt`` (the plain trainer's rows stay as it deals
-            them), ``evaluate``; the rest goes to the trainer's config.
+            them), ``evaluate``, ``uneven`` (ranks generate different numbers of tokens, without a KV cache); the rest
+            goes to the trainer's config.
     """
     transformers.logging.set_verbosity_error()
     options = {"use_lora": False, "sharded": False, **options}
@@ -202,15 +205,30 @@ def run(make: Any, evaluate: bool) -> tuple[Run, Any]:
     return found, trainers[0]
 
 
+def enabled(folder: str) -> Any:
+    """A trainer that pools."""
+    AcceleratorState._reset_state(True)
+    options = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2, "beta": 0.1}
+    trainer = build("grpo", "llama", folder, use_lora=False, sharded=False, wrap=lambda x: x, **options)
+    integration.enable(trainer, rows="pooled")
+    AcceleratorState._reset_state(True)
+    return trainer
+
+
+def disabled(folder: str) -> list[str]:
+    """What is left of pooling on a trainer."""
+    trainer = enabled(folder)
+    assert {"_generate", "_get_per_token_logps_and_entropies", "_prepare_inputs", "log"} <= set(vars(trainer))
+    integration.disable(trainer)
+    models = {name: getattr(trainer, name) for name in ("model", "ref_model")}
+    methods = [name for name, value in vars(trainer).items() if callable(value) and hasattr(type(trainer), name)]
+    return methods + [name for name, model in models.items() if state_of(model) is not None]
+
+
 def disagreements(folder: str) -> list[str]:
     """What each of two ranks is told when they differ."""
-    AcceleratorState._reset_state(True)
-    rank = distributed.get_rank()
-    options = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
-    trainer = build("grpo", "llama", folder, use_lora=False, sharded=False, wrap=lambda x: x, **options)
-    pool = integration.enable(trainer, rows="pooled")._augtree_hooks._pool
-    AcceleratorState._reset_state(True)
-    ids = torch.full((2, 3), 7)
+    rank, pool = distributed.get_rank(), enabled(folder)._augtree_hooks._pool
+    ids = torch.full((4, 3), 7)
 
     def rows(num_rows: int, width: int) -> dict[str, Any]:
         whole = ids[:num_rows]
@@ -220,7 +238,8 @@ def disagreements(folder: str) -> list[str]:
         }  # fmt: skip
 
     return [
-        _said(lambda: pool.padded(ids, ids, 2, 1 + rank)),
+        _said(lambda: pool.padded(ids, ids, 2, 4 - rank)),
+        _said(lambda: pool.padded(ids[: 3 + rank], ids[: 3 + rank], 2, 2)),
         _said(lambda: pool.regroup([rows(2 - rank, 3)], integration._prompts)),
         _said(lambda: pool.regroup([rows(2, 3)] * (1 + rank), integration._prompts)),
         _said(lambda: pool.regroup([rows(2, 8 + rank)], integration._prompts)),

@@ -38,7 +38,7 @@ def test_plain_and_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert status == 0, printed
     assert (plain["name"], ours["name"]) == ("TRL, 2 rows a micro-batch", "TRL, augtree, 4 rows a micro-batch")
     assert (plain["tokens"], ours["tokens"]) == (4 * 112, 96 + 4 * 16)
-    assert ours["differences"] == pytest.approx({"loss": 0, "grad_norm": 0}, abs=1e-5)
+    assert ours["differences"] == pytest.approx({"loss": 0, "grad_norm": 0, "gradients": 0}, abs=1e-5)
     assert len(ours["loss"]) == len(ours["grad_norm"]) == 2 and min(ours["grad_norm"]) > 1e-3
     assert ours["speed_up"] == pytest.approx(plain["time"]["median_ms"] / ours["time"]["median_ms"])
     model = models.build("tiny", None, torch.device("cpu"), torch.float32)
@@ -64,6 +64,23 @@ def test_a_wrong_gradient_shows_no_ratio(
     assert status == 1 and plain["passed"] and ours["passed"] is False and "speed_up" not in ours
     (line,) = (line for line in printed.splitlines() if line.startswith(ours["name"]))
     assert "parity failed" in line and not RATIO.search(line) and "FAILED: a difference above" in printed
+
+
+def test_bfloat16_is_told_by_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm that the trainer logs is too coarse to tell."""
+    status, printed, (_, ours), _ = run(["--dtype", "bfloat16"], tmp_path / "t.json", capsys)
+    assert status == 0 and 0 < ours["differences"]["gradients"] < 5e-2, printed
+    right = tree_attention.backward
+
+    def wrong(*given: Any, **options: Any) -> Any:
+        dq, *rest = right(*given, **options)
+        return -dq, *rest
+
+    monkeypatch.setattr(tree_attention, "backward", wrong)
+    status, printed, (_, ours), _ = run(["--dtype", "bfloat16"], tmp_path / "t.json", capsys)
+    assert status == 1 and ours["passed"] is False and ours["differences"]["gradients"] > 1, printed
 
 
 def test_what_does_not_run_is_a_row_with_the_reason(

@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import augtree_fx
 from augtree_fx.__main__ import main
 from augtree_fx.integrations import trl as integration
-from augtree_fx.integrations.pooled import Pool, num_forwards, pool_mesh
+from augtree_fx.integrations.pooled import Pool, pool_mesh
 from augtree_fx.integrations.report import state_of
 
 trl = pytest.importorskip("trl")
@@ -93,9 +93,9 @@ def test_grpo_is_that_of_the_plain_trainer(
 
 @pytest.mark.slow  # starting ranks that import trl takes most of it
 def test_three_ranks_that_evaluate_too(worlds: World, folder: str) -> None:
-    """A group of 3 on ranks with 4 rows of a generation batch and 1 row of an evaluation."""
+    """Groups of 3 on ranks with 4 rows of a generation batch, 2 rows of an evaluation: prompts of different width."""
     found = pooled(
-        worlds(3), "grpo", "llama", folder, num_generations=3, beta=0.1, evaluate=True, per_device_eval_batch_size=1
+        worlds(3), "grpo", "llama", folder, num_generations=3, beta=0.1, evaluate=True, per_device_eval_batch_size=2
     )
     assert_whole(found, 3)
     ours, plain = found[0].ours.logs[-1], found[0].plain.logs[-1]
@@ -115,7 +115,8 @@ def test_pools_smaller_than_the_world(worlds: World, folder: str) -> None:
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rloo(worlds: World, folder: str, sharded: bool) -> None:
-    assert_whole(pooled(worlds(2), "rloo", "llama", folder, beta=0.1, sharded=sharded), GROUP)
+    """Ranks generate each for itself, one longer than the other; a forward without a KV cache could be one of rows."""
+    assert_whole(pooled(worlds(2), "rloo", "llama", folder, beta=0.1, sharded=sharded, uneven=not sharded), GROUP)
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -126,12 +127,17 @@ def test_dpo(worlds: World, folder: str, sharded: bool) -> None:
 def test_ranks_that_disagree(worlds: World, folder: str) -> None:
     expected = (
         "what ranks compute together must be the same on ranks [0, 1]: rank 1 differs from rank 0 in forwards of its",
+        "what ranks compute together must be the same on ranks [0, 1]: rank 1 differs from rank 0 in rows (4, not 3)",
         "a generation batch must be the same on ranks [0, 1]: rank 1 differs from rank 0 in rows ([1], not [2])",
         "a generation batch must be the same on ranks [0, 1]: rank 1 differs from rank 0 in micro-batches (2, not 1)",
         "rows of several ranks must have one shape, token_type_ids has [(8,), (9,)]",
     )
     for told in worlds(2).run(pooled_runs.disagreements, folder):
-        assert [text in said for text, said in zip(expected, told, strict=True)] == [True] * 4, told
+        assert [text in said for text, said in zip(expected, told, strict=True)] == [True] * 5, told
+
+
+def test_disabling_leaves_nothing(worlds: World, folder: str) -> None:
+    assert worlds(2).run(pooled_runs.disabled, folder) == [[]] * 2
 
 
 def bench(arguments: list[str]) -> tuple[int, str]:
@@ -226,7 +232,3 @@ def test_rows_of_a_model_with_a_table_of_positions_stay() -> None:
         with pool.apart():
             assert state_of(each).lanes is None
         assert state_of(each).lanes is not None
-
-
-def test_forwards_of_rows() -> None:
-    assert [num_forwards(8, None), num_forwards(8, 4), num_forwards(9, 4)] == [1, 2, 3]

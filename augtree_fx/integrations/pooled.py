@@ -111,18 +111,22 @@ class Pool:
             for state, kept in zip(states, lanes, strict=True):
                 state.lanes = kept
 
-    def padded(self, input_ids: Tensor, attention_mask: Tensor, prompt: int, num_calls: int) -> tuple[Tensor, Tensor]:
-        """Rows whose prompts are as wide as the widest of all ranks.
+    def padded(
+        self, input_ids: Tensor, attention_mask: Tensor, prompt: int, batch_size: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows whose prompts are as wide as the widest of all ranks, which compute them in as many forwards.
 
         Args:
             input_ids, attention_mask: ``[rows, prompt + completion]``, prompts padded on the left.
             prompt: columns of the prompt.
-            num_calls: forwards that these rows go through, the same number on all ranks.
+            batch_size: rows of a forward; ``None`` for all of them.
 
         Raises:
-            RuntimeError: ranks do not make the same number of forwards.
+            RuntimeError: ranks do not make the same number of forwards, or of several with other numbers of rows.
         """
-        found = self.host.exchange(({"forwards of its rows": num_calls}, prompt))
+        num_forwards = math.ceil(len(input_ids) / batch_size) if batch_size else 1
+        said = {"forwards of its rows": num_forwards, "rows": len(input_ids) if num_forwards > 1 else "of one forward"}
+        found = self.host.exchange((said, prompt))
         self.host.check("what ranks compute together", [each for each, _ in found])
         gap = max(width for _, width in found) - prompt
         if not gap or not self.movable:
@@ -207,9 +211,15 @@ class Pool:
         return cat(values)
 
 
-def num_forwards(num_rows: int, batch_size: int | None) -> int:
-    """Forwards that rows go through in chunks of a size, ``None`` being all of them."""
-    return math.ceil(num_rows / batch_size) if batch_size else 1
+def split_rows(input_ids: Tensor, attention_mask: Tensor, completion: int, size: int) -> list[Rows]:
+    """Micro-batches of ``size`` rows ``[rows, prompt + completion]``, prompts and completions apart."""
+    parts = (("prompt", slice(-completion)), ("completion", slice(-completion, None)))
+    columns = {
+        f"{part}_{name}": value[:, where].split(size)
+        for name, value in (("ids", input_ids), ("mask", attention_mask))
+        for part, where in parts
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _is_rotary(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import augtree_fx
 from augtree_fx.integrations.grouping import group_order
-from augtree_fx.integrations.pooled import POOLED, Pool, joined, num_forwards, pool_mesh, taken
+from augtree_fx.integrations.pooled import POOLED, Pool, joined, pool_mesh, split_rows, taken
 from augtree_fx.integrations.report import Meter, state_of
 
 logger = logging.getLogger("augtree_fx")
@@ -54,7 +54,7 @@ def enable(
         strict: raise on a model or batch that cannot be shared exactly. By default it runs unshared, and the log says
             so.
         rows: ``"pooled"`` computes the rows of several data-parallel ranks together: one tree, each rank a share of its
-            tokens. Rows of a generation batch change ranks, so that those of a group meet in one micro-step, and their
+            tokens. In GRPO and RLOO rows change ranks, so that those of a group meet in one micro-step, and their
             prompts are padded to one width. The loss that is optimized, the mean over all ranks, stays what it is.
             ``None``: every rank computes its own. On one process both are the same.
         degree: with ``"pooled"``, ranks that compute together; by default all processes of the accelerator.
@@ -239,27 +239,21 @@ class _Hooks:
         A generation batch is scored in the order of the dataset, before its rows are shuffled: where that takes several
         forwards, rows are scored where their groups meet.
         """
-        assert self._pool is not None
-        prompt, calls = input_ids.shape[1] - logits_to_keep, num_forwards(len(input_ids), batch_size)
-        input_ids, attention_mask = self._pool.padded(input_ids, attention_mask, prompt, calls)
-        plain = not any(kwargs.get("compute_aux_loss") or isinstance(x, (Tensor, list)) for x in kwargs.values())
-        if calls == 1 or torch.is_grad_enabled() or not self._pool.movable or not plain or len(input_ids) % calls:
+        pool = self._pool
+        assert pool is not None
+        prompt = input_ids.shape[1] - logits_to_keep
+        input_ids, attention_mask = pool.padded(input_ids, attention_mask, prompt, batch_size)
+        one_forward = not batch_size or len(input_ids) <= batch_size
+        other_columns = any(isinstance(value, (Tensor, list)) for value in kwargs.values())
+        whole = one_forward or torch.is_grad_enabled() or kwargs.get("compute_aux_loss")  # a mean over forwards
+        if whole or not batch_size or other_columns or not pool.movable or len(input_ids) % batch_size:
             return self._log_probs(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 
         def score(rows: dict[str, Any]) -> Any:
             ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
             return self._log_probs(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
 
-        whole = {
-            f"{part}_{name}": value[:, columns]
-            for name, value in (("ids", input_ids), ("mask", attention_mask))
-            for part, columns in (("prompt", slice(-logits_to_keep)), ("completion", slice(-logits_to_keep, None)))
-        }
-        chunks = [
-            {name: value[begin : begin + len(input_ids) // calls] for name, value in whole.items()}
-            for begin in range(0, len(input_ids), len(input_ids) // calls)
-        ]
-        found = self._pool.meeting(chunks, _prompts, score)
+        found = pool.meeting(split_rows(input_ids, attention_mask, logits_to_keep, batch_size), _prompts, score)
         return tuple(None if value is None else value[:, :logits_to_keep] for value in found)
 
 

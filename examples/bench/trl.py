@@ -1,7 +1,7 @@
 """``bench trl``: the update stage of TRL's `GRPOTrainer` on completions that are given: plain, ours, and ours pooled.
 
-A step is what the trainer does between two generations: forward, loss, metrics, backward, gradient norm, optimizer, on
-one group. Its rollouts are handed to it (`rollout_func`), once; its first step, which also scores them, is the warm-up.
+A step is what the trainer does between two generations: forward, loss, metrics, backward, clipping, optimizer, on one
+group. Its rollouts are handed to it (`rollout_func`), once; its first step, which also scores them, is the warm-up.
 Under torchrun a group is spread over all ranks, each of which has the whole model (DDP).
 """
 
@@ -19,6 +19,7 @@ from tabulate import tabulate
 from augtree_fx.examples.bench import models, timing
 from augtree_fx.examples.bench.contenders import TOLERANCE
 from augtree_fx.examples.bench.cp.world import World
+from augtree_fx.examples.bench.grpo import Outcome
 from augtree_fx.examples.bench.models import Work
 from augtree_fx.examples.bench.shapes import Shape
 
@@ -110,12 +111,15 @@ def run(world: World, options: Options) -> int:
     passed = True
     for shape in options.shapes:
         kept = results.case(model=options.model, shape=vars(shape), bounds=_bounds(options.dtype))
+        plain: Outcome | None = None
         for contender in contenders(options, shape, world.size):
             timing.free_memory(world.device)
             row = {"name": contender.name, "key": contender.key, "passed": None, "reason": None}
             kept["rows"].append(row)
             row.update(world.attempt(functools.partial(measure, world, options, shape, contender)))
-            conclude(kept, row, ceiling, world.size)
+            outcome = row.pop("outcome", None)
+            plain = outcome if contender.key == PLAIN else plain
+            conclude(kept, row, ceiling, world.size, None if plain is None or outcome is None else (outcome, plain))
             results.save()
         world.say(f"\n{table(kept)}")
         passed &= all(row["passed"] for row in kept["rows"])
@@ -127,23 +131,29 @@ def _bounds(dtype: torch.dtype) -> dict[str, float]:
 
     A loss is a mean of advantages, of size 1, times probability ratios: its difference is at most that of log-probs.
     """
-    return {"loss": TOLERANCE[dtype]["log_probs"], "grad_norm": TOLERANCE[dtype]["grad_norm"]}
+    return {"loss": TOLERANCE[dtype]["log_probs"]} | {
+        name: TOLERANCE[dtype][name] for name in ("grad_norm", "gradients")
+    }
 
 
-def conclude(kept: dict[str, Any], row: dict[str, Any], ceiling: float, num_ranks: int) -> None:
-    """Compare a row with the plain trainer's, and add what follows from its time where it passes."""
-    if "time" not in row:
+def conclude(
+    kept: dict[str, Any], row: dict[str, Any], ceiling: float, num_ranks: int, outcomes: tuple[Outcome, Outcome] | None
+) -> None:
+    """Compare a row with the plain trainer's, and add what follows from its time where it passes.
+
+    Args:
+        outcomes: of the row's first update, and of the plain trainer's; ``None`` where one of them did not run.
+    """
+    if outcomes is None:
         return
     plain = kept["rows"][0]
     row["passed"] = True
     if row["key"] != PLAIN:
-        if plain["key"] != PLAIN or "time" not in plain:
-            row["passed"] = None
-            return
         pairs = {name: list(zip(row[name], plain[name], strict=True)) for name in ("loss", "grad_norm")}
         row["differences"] = {
             "loss": max(abs(a - b) for a, b in pairs["loss"]),
             "grad_norm": max(abs(a - b) / abs(b) for a, b in pairs["grad_norm"]),
+            "gradients": outcomes[0].differences(outcomes[1])["gradients"],
         }
         row["passed"] = all(row["differences"][name] <= bound for name, bound in kept["bounds"].items())
     row["mfu"] = row["model_flop"] / 1e9 / row["time"].median_ms / num_ranks / ceiling
@@ -171,7 +181,7 @@ def measure(world: World, options: Options, shape: Shape, contender: Contender) 
                 trainer, strict=True, rows="pooled" if contender.key == POOLED else None, kernel=options.kernel
             )
         trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     works = contender.work(shape)
     if contender.key != PLAIN and {log.get("augtree/computed_tokens") for log in logs} != {works[0].tokens}:
         seen = [(log.get("augtree/computed_tokens"), log.get("augtree/unshared_batches")) for log in logs]
@@ -180,9 +190,9 @@ def measure(world: World, options: Options, shape: Shape, contender: Contender) 
     return {
         "time": timing.summary(times), "times_ms": times, "peak_gib": world.peak_gib(),
         "tokens": sum(work.tokens for work in works),
-        "loss": [log["loss"] for log in logs], "grad_norm": clock.grad_norms,
+        "loss": [log["loss"] for log in logs], "grad_norm": [log["grad_norm"] for log in logs],
         "executed_flop": sum(work.executed_flop(model, checkpointing=True) for work in works),
-        "model_flop": sum(work.model_flop(model) for work in works),
+        "model_flop": sum(work.model_flop(model) for work in works), "outcome": clock.outcome,
     }  # fmt: skip
 
 
@@ -212,15 +222,14 @@ def build_trainer(
         return [sum(ids) % 17 / 17 for ids in completion_ids]
 
     class Clock(TrainerCallback):
-        """Milliseconds from the begin of each update to its end, the device's work included, and gradient norms.
+        """Milliseconds from the begin of each update to its end, the device's work included; the first one's gradients.
 
-        The trainer's own norm, that of clipping, is taken in the gradients' dtype, which in bfloat16 is 3 digits.
+        The trainer logs a norm in the gradients' own dtype: of bfloat16 the gate needs more than that.
         """
 
         def __init__(self) -> None:
             self.times_ms: list[float] = []
-            self.grad_norms: list[float] = []
-            self.begin_s = 0.0
+            self.begin_s, self.outcome = 0.0, None
 
         def now_s(self) -> float:
             if world.device.type == "cuda":
@@ -230,10 +239,9 @@ def build_trainer(
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.begin_s = self.now_s()
 
-        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-            wide = torch.promote_types(options.dtype, torch.float32)
-            norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None], 2, wide)
-            self.grad_norms.append(float(torch.stack(norms).norm()))
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            if not self.times_ms:
+                self.outcome = Outcome.of(model, (torch.zeros(()), torch.zeros(1, 1)))
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.times_ms.append((self.now_s() - self.begin_s) * 1e3)
@@ -245,7 +253,7 @@ def build_trainer(
         max_completion_length=shape.response, gradient_checkpointing=True, bf16=False, optim="adamw_torch",
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, shuffle_dataset=False, use_cpu=world.device.type == "cpu",
-        ddp_find_unused_parameters=False, max_grad_norm=0.0,
+        ddp_find_unused_parameters=False,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         model, reward, args=config, train_dataset=Dataset.from_list([{"prompt": "given"}]),
@@ -259,20 +267,20 @@ def table(kept: dict[str, Any]) -> str:
     """A case as text; without parity there are no times and no ratio."""
     shape, bounds = Shape(**kept["shape"]), kept["bounds"]
     headers = ["ms (spread)", "update", "peak GiB", "MFU", "tokens", "speed-up", "FLOP ceiling", "of ceiling"]
-    headers += ["diff. loss", "grad norm"]
+    headers += ["diff. loss", "grad norm", "gradients"]
     lines = [_line(row) for row in kept["rows"]]
     reasons = [f"{row['name']}: {row['reason']}" for row in kept["rows"] if row["reason"]]
     if any(row["passed"] is False for row in kept["rows"]):
         reasons.append(f"FAILED: a difference above {bounds}")
     head = (
         f"update stage of TRL's GRPOTrainer, Qwen3 {kept['model']}, gradient checkpointing, {shape} tokens; the loss "
-        "differs by an absolute number, the gradient norm by a relative one"
+        "differs by an absolute number, norm and gradients (the worst of twelve matrices) by relative ones"
     )
     return "\n".join([head, tabulate(lines, headers=headers, disable_numparse=True), *reasons])
 
 
 def _line(row: dict[str, Any]) -> list[str]:
-    differences = [f"{value:.1e}" for value in row.get("differences", {}).values()] or ["-", "-"]
+    differences = [f"{value:.1e}" for value in row.get("differences", {}).values()] or ["-"] * 3
     if not row["passed"]:
         state = "parity failed" if row["passed"] is False else "not checked" if "time" in row else "did not run"
         return [row["name"], state, *[""] * 6, *differences]
