@@ -29,6 +29,7 @@ from augtree_fx.face import RewriteError, pack, restore, transform  # noqa: E402
 from augtree_fx.layout import TreeLayout  # noqa: E402
 from augtree_fx.planner import Hardware, ModelShape, Plan, Planner, ReplayShape  # noqa: E402
 from augtree_fx.replay import Tree, prefill  # noqa: E402
+from augtree_fx.timings import Timings, measure  # noqa: E402
 from augtree_fx.wave import Wave  # noqa: E402
 
 __version__ = "0.1.0"
@@ -41,10 +42,12 @@ __all__ = [
     "Planner",
     "ReplayShape",
     "RewriteError",
+    "Timings",
     "Tree",
     "TreeLayout",
     "Wave",
     "explain",
+    "measure",
     "ops",
     "pack",
     "prefill",

@@ -20,6 +20,7 @@ from augtree_fx.planned import PlannedLanes
 from augtree_fx.planner import Plan
 from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import Calls, decode_calls
+from augtree_fx.timings import Timings, timings_of
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
 from augtree_fx.transforms.positions import PositionRule, position_rule
@@ -47,6 +48,7 @@ class Explanation:
         lanes: which ranks compute which rows under context parallelism; empty without a mesh or a batch.
         planned: the planner's plan of the batch, where there is a planner.
         budget: the last choice of the size of waves, in a budget of memory.
+        timings: the last step inside of `augtree_fx.measure`, beside its prediction; ``None`` if it was never used.
     """
 
     model_name: str
@@ -63,13 +65,14 @@ class Explanation:
     lanes: tuple[LanePlan, ...] = ()
     planned: Plan | None = None
     budget: WaveBudget | None = None
+    timings: Timings | None = None
 
     def __str__(self) -> str:
         parts = [self._sites()]
         if self.layout is not None:
             parts += [self._tree(self.layout), self._plan(), self._calls()]
         parts += [self._lanes(), str(self.planned) if self.planned else ""]
-        parts.append(self._history())
+        parts += [self._history(), str(self.timings) if self.timings else ""]
         return "\n\n".join(part for part in parts if part)
 
     def _sites(self) -> str:
@@ -212,6 +215,7 @@ def explain(
         lanes=lanes,
         planned=planned,
         budget=state.budget,
+        timings=timings_of(stack, state),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import P2POp, ProcessGroup
 
+from augtree_fx.recorder import Phase, Recorder
 from augtree_fx.reference import accumulation_dtype
 
 
@@ -42,11 +43,30 @@ class Pending:
         Raises:
             RuntimeError: a rank is gone or too late; the message names those that were waited for.
         """
-        with _named(self.group, self.peers):
+        recorder = _WATCHED.get(self.group.group_name) if _WATCHED and self.works else None
+        with (
+            _named(self.group, self.peers),
+            recorder.span(Phase.COMMUNICATION) if recorder else contextlib.nullcontext(),
+        ):
             for work in self.works:
                 work.wait()
         self.works, self.held = [], ()
         return self.result
+
+
+# Recorders by name of the group whose transfers they time: all that an op knows of its caller is that name.
+_WATCHED: dict[str, Recorder] = {}
+
+
+def watch(group: str, recorder: Recorder) -> None:
+    """Time what is waited for in a group, until `unwatch`."""
+    _WATCHED[group] = recorder
+
+
+def unwatch(recorder: Recorder) -> None:
+    """Forget a recorder, in whatever groups it is."""
+    for group in [group for group, found in _WATCHED.items() if found is recorder]:
+        del _WATCHED[group]
 
 
 @contextlib.contextmanager

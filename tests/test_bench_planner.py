@@ -89,6 +89,7 @@ def test_steps_are_measured_under_every_plan(ranks: Ranks, tmp_path: Path) -> No
             assert row["step_ms"] > 0 and row["predicted_ms"] > 0 and row["reason"] is None
             assert row["loss"] == pytest.approx(6.24, abs=0.3)  # a uniform distribution over 512 tokens
             exposed = {"prefill_transfer_us", "transfer_us", "prefill_gathers"}
+            assert len(row["parts_ms"]) == 2 and all(parts["attention"] > 0 for parts in row["parts_ms"])
             total = sum(value for name, value in row["terms_us"].items() if name not in exposed)
             assert total / 1e3 == pytest.approx(row["predicted_ms"], rel=1e-6)
     assert "chosen plan: the best measured in" in printed and "3 of 3 batches measured" in printed

@@ -12,6 +12,7 @@ import pytest
 
 from augtree_fx.__main__ import main
 from augtree_fx.planner import Hardware, Planner
+from augtree_fx.planner.profiles import profile
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = ["plan", "--world", "8", "--prompt", "4096", "--responses", "4x256"]
@@ -68,6 +69,74 @@ def test_usage_errors_of_plan(
     assert "use more ranks" in usage_error([*PLAN, "--hardware", "a100", "--world", "1"], capsys)
 
 
+BAD_PROFILES = {
+    "matmul": ({"sizes": [1, 2]}, "must have curves of sizes and flop_per_s"),
+    "causal_forward": ({"sizes": [1], "flop_per_s": ["fast"]}, "sizes and rates of a curve must be numbers"),
+    "links": ([{"name": "x"}], "must have curves of sizes and flop_per_s, links and origins"),
+    "memory_bytes_per_s": (0, r"needs numbers above 0 and at least one link, 'h200' has {'memory_bytes_per_s': 0}"),
+    "call_us": ("fast", "'h200' has {'call_us': 'fast'}"),
+    "origins": ([1], "links and origins, got other fields"),
+}
+
+
+@pytest.mark.parametrize("field", BAD_PROFILES)
+def test_profiles_with_wrong_numbers(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value, text = BAD_PROFILES[field]
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(profile("h200").to_json() | {field: value}))
+    said = usage_error([*PLAN, "--hardware", str(file)], capsys)
+    assert text in said and f"{str(file)!r} holds no hardware profile" in said
+
+
+def test_links_of_a_profile_are_there_and_above_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, values = tmp_path / "machine.json", profile("cpu").to_json()
+    file.write_text(json.dumps(values | {"links": []}))
+    assert "'cpu' has no link" in usage_error([*PLAN, "--hardware", str(file)], capsys)
+    file.write_text(json.dumps(values | {"links": [values["links"][0] | {"ring_bytes_per_s": -1}]}))
+    assert "link 'loopback' has {'ring_bytes_per_s': -1}" in usage_error([*PLAN, "--hardware", str(file)], capsys)
+
+
+@pytest.mark.parametrize("content", [b"nonsense", b"\x80\x81", b"[1, 2]", b'{"name": "x"}'])
+def test_files_that_hold_something_else(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is asked of such a file, the error names it or what it lacks, and the status is 2."""
+    file = tmp_path / "file.json"
+    file.write_bytes(content)
+    assert f"{str(file)!r} holds no hardware profile" in usage_error([*PLAN, "--hardware", str(file)], capsys)
+    said = usage_error([*PLAN, "--model", str(file)], capsys)
+    assert any(text in said for text in ("a config must be JSON", "a config must be a JSON object", "must have num_"))
+    for command in ("plan", "simulate"):
+        said = usage_error([command, "--world", "2", "--workload", str(file)], capsys)
+        assert "a workload must be JSON lines" in said or f"line 1 of {str(file)!r}" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt_tokens": -5, "response_tokens": [3]},
+        {"prompt_tokens": 5, "response_tokens": [3, -1]},
+        {"prompt_tokens": 5, "response_tokens": [3], "static_prompt_tokens": 9},
+        {"doc_tokens": 4, "instructions": [{"prompt_tokens": 0, "response_tokens": [1]}]},
+    ],
+)
+def test_lengths_that_cannot_be(line: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "work.jsonl"
+    file.write_text('{"prompt_tokens": 5, "response_tokens": [3]}\n' + json.dumps(line))
+    for command in ("plan", "simulate"):
+        said = usage_error([command, "--world", "2", "--workload", str(file)], capsys)
+        assert "line 2 of" in said and "prompts must have at least 1 token, responses none below 0" in said
+
+
+def test_numbers_below_what_they_can_be(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--prompt", "-5"), ("--groups", "0"), ("--limit", "x"), ("--world", "-3")):
+        assert f"at least 1, got {value!r}" in usage_error([*PLAN, option, value], capsys)
+    assert "responses must be NxR" in usage_error([*PLAN, "--responses", "2x-10"], capsys)
+    for value in ("-1", "nan", "inf"):
+        assert f"must be 0 or more, got {float(value)}" in usage_error([*PLAN, "--state-bytes", value], capsys)
+    simulate = ["simulate", "--workload", workload, "--world"]
+    assert "at least 1, got '0'" in usage_error([*simulate, "0"], capsys)
+    assert "hardware must be one of" in usage_error([*simulate, "2", "--hardware", "h900"], capsys)
+
+
 def test_simulate(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     arguments = ["simulate", "--workload", workload, "--model", "Qwen3-0.6B", "--groups-per-step", "3", "--steps", "2"]
@@ -112,7 +181,11 @@ def test_calibrate_measures_links_between_ranks(tmp_path: Path) -> None:
 
 def test_usage_errors_of_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "folder that exists, got '/nowhere/x'" in usage_error(["calibrate", "/nowhere/x"], capsys)
+    assert "a file in a folder" in usage_error(["calibrate", "/"], capsys)
     assert "multiple of --kv-heads, got 3 and 8" in usage_error(["calibrate", "x.json", "--heads", "3"], capsys)
+    for option in ("--heads", "--kv-heads", "--head-dim", "--repeats", "--max-size"):
+        assert "at least 1, got '0'" in usage_error(["calibrate", "x.json", option, "0"], capsys)
+    assert "invalid choice: 'abacus'" in usage_error(["calibrate", "x.json", "--kernel", "abacus"], capsys)
 
 
 def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

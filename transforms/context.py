@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from augtree_fx.dtensor_ops.site import LaneTables
+from augtree_fx.recorder import Recorder
 from augtree_fx.tables import AttentionTables, Chunks, Span
 from augtree_fx.transforms.path_rows import PathRows
 
@@ -80,6 +81,7 @@ class ReplayContext:
         prompts: `PromptKV` of tokens that were computed before; ``None`` when all tokens are here.
         kept: where attention modules leave K and V of this forward; ``None`` when nobody asks for them.
         lane: tables of this rank's share instead, under context parallelism.
+        recorder: takes the times of attention; ``None`` when nobody asks for them.
     """
 
     tables: Mapping[Span, AttentionTables]
@@ -90,6 +92,7 @@ class ReplayContext:
     prompts: Shelf | None = None
     kept: Shelf | None = None
     lane: LaneTables | None = None
+    recorder: Recorder | None = None
 
     @property
     def bucket(self) -> tuple[Hashable, ...]:
@@ -113,13 +116,13 @@ class ReplayContext:
         return replace(self, tables=moved, columns=columns, rows=rows)
 
 
-# Prompts, `kept` and `lane` are constants: wrappers (FSDP2) cast leaves, and watch their gradients.
+# Prompts, `kept`, `lane` and `recorder` are constants: wrappers (FSDP2) cast leaves, and watch their gradients.
 def _flatten(context: ReplayContext) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     leaves = [x for tables in context.tables.values() for x in (tables.segments, tables.cu_seqlens, tables.kv_index)]
     columns = [] if context.columns is None else [context.columns]
     rows = [] if context.rows is None else context.rows.leaves()
     held = (context.columns is not None, context.rows is not None)
-    constants = (context.prompts, context.kept, context.lane)
+    constants = (context.prompts, context.kept, context.lane, context.recorder)
     return [*leaves, *columns, *rows], (tuple(context.tables), context.one_level, context.kernel, *held, *constants)
 
 

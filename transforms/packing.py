@@ -112,7 +112,7 @@ def make_context(layout: TreeLayout, state: StackState, first_node: int = 0) -> 
         counted = torch.from_numpy(columns(layout)[layout.offset[first_node] :]).to(layout.device)
     full_width = any(mixer.full_width for mixer in state.mixers)
     rows = path_rows(layout, full_width=full_width) if state.mixers else None
-    return ReplayContext(tables, layout.num_levels == 1, state.kernel, counted, rows)
+    return ReplayContext(tables, layout.num_levels == 1, state.kernel, counted, rows, recorder=state.recorder)
 
 
 def pack_layout(stack: nn.Module, state: StackState, layout: TreeLayout) -> PackedCall:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from augtree_fx.dtensor_ops import collectives
 from augtree_fx.dtensor_ops.agreement import digest
 from augtree_fx.dtensor_ops.lanes import LanePart, Lanes, one_pass_schedule, wave_schedule
 from augtree_fx.dtensor_ops.shards import Shards
@@ -76,6 +77,8 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         return TreeLayout.from_rows(replace(rows, begin=rows.begin[chosen], length=rows.length[chosen]), costs=costs)
 
     layout = TreeLayout.from_rows(rows, costs=costs)
+    if state.recorder is not None:
+        state.recorder.last.layout = layout
     part = lanes.part(layout, subtree)
     state.counts.add_rows(layout.num_row_tokens)
     state.counts.add_shared(layout.num_row_tokens, part.num_tokens, 0, layout.row_group)
@@ -178,10 +181,13 @@ def local_arguments(
         torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens))).to(device, non_blocking=True)
         for x in (layout.input_ids, layout.position_ids, columns(layout))
     )
+    if state.recorder is not None:
+        collectives.watch(group, state.recorder)
     tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group)
     context = ReplayContext(
-        {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables
-    )
+        {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables,
+        recorder=state.recorder,
+    )  # fmt: skip
     return {
         "input_ids": ids[None],
         "attention_mask": carrying_mask(stack, state, context, device),

@@ -46,6 +46,24 @@ def tree_attention(
     Returns:
         ``[1, T, H, E]``, as attention interfaces return it.
     """
+    options = (scale, window, softcap, chunk, call, s_aux)
+    if site.shared.recorder is None or torch.compiler.is_compiling():
+        return _attend(query, key, value, site, *options)
+    return site.shared.recorder.attention(lambda q, k, v: _attend(q, k, v, site, *options), query, key, value)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    site: SiteContext,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    chunk: int | None,
+    call: int,
+    s_aux: Tensor | None,
+) -> Tensor:
     context, place = site.shared, (site.site, call)
     query, key, value = _autocast(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

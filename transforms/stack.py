@@ -19,8 +19,9 @@ from augtree_fx.dtensor_ops.lanes import Lanes
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import give_up, groups_of, pad_to_all
 from augtree_fx.memory import budget_bytes
+from augtree_fx.recorder import Phase, Recorder
 from augtree_fx.transforms import parallel
-from augtree_fx.transforms.context import GivenHidden, HiddenStates
+from augtree_fx.transforms.context import GivenHidden, HiddenStates, ReplayContext
 from augtree_fx.transforms.footprint import Footprint, footprint
 from augtree_fx.transforms.in_waves import run_beside
 from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, idle_forward, pack_layout, show_rows
@@ -85,6 +86,32 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         original: the forward that it had, of its class.
         given: the caller's arguments by name.
     """
+    if state.recorder is not None and not torch.compiler.is_compiling():
+        return _run_timed(stack, state, state.recorder, original, given)
+    return _run(stack, state, original, given)
+
+
+def _run_timed(
+    stack: nn.Module, state: StackState, recorder: Recorder, original: Callable[..., Any], given: dict[str, Any]
+) -> Any:
+    context = given.get(CONTEXT)
+    if isinstance(context, GivenHidden):
+        return _run(stack, state, original, given)
+    recorder.begin(checkpointing=stack.training and getattr(stack, "is_gradient_checkpointing", False))
+    if isinstance(context, ReplayContext):  # packed before
+        given = {**given, CONTEXT: replace(context, recorder=recorder)}
+        recorder.last.schedule = None if context.lane is None else context.lane.schedule
+    before = recorder.last.spans[Phase.PACKING]
+    with recorder.span(Phase.FORWARD):
+        outputs = _run(stack, state, original, given)
+    if before:  # packing came first, and is no part of forward
+        forward = recorder.last.spans[Phase.FORWARD]
+        forward[-1] = (before[-1][1], forward[-1][1])
+    recorder.watch_backward(context.found[-1] if isinstance(context, HiddenStates) else outputs[0])
+    return outputs
+
+
+def _run(stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]) -> Any:
     context = given.get(CONTEXT)
     if context is not None and given.get("output_router_logits"):
         raise NotImplementedError(
@@ -131,6 +158,19 @@ def pack(
 
     Also what other ranks run in waves meanwhile, where that is more than this rank does.
     """
+    if state.recorder is None:
+        return _pack_now(stack, state, original, given)
+    with state.recorder.span(Phase.PACKING):
+        packed = _pack_now(stack, state, original, given)
+    context = None if packed[0] is None else packed[0].arguments.get(CONTEXT)
+    if context is not None and context.lane is not None:
+        state.recorder.last.schedule = context.lane.schedule
+    return packed
+
+
+def _pack_now(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]
+) -> tuple[PackedCall | None, Stage | None]:
     if state.lanes is not None:
         return _pack_for_lanes(stack, state, state.lanes, given), None
     in_waves = (state.max_wave_tokens or state.memory) is not None and not has_cache(given)
@@ -155,6 +195,8 @@ def _pack(
     try:
         given, tokens = token_inputs(state, stack, given)
         layout = decide(stack, state, given, tokens)
+        if state.recorder is not None:
+            state.recorder.last.layout = layout
     except Unshared as reason:
         _note(state, str(reason))
         return None

@@ -11,6 +11,8 @@ import torch
 from augtree_fx.costs import CostModel
 from augtree_fx.dtensor_ops.lanes import Lanes
 from augtree_fx.memory import Memory
+from augtree_fx.planner import Planner
+from augtree_fx.recorder import Recorder
 from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.counts import Counts
 from augtree_fx.transforms.positions import PositionRule
@@ -45,6 +47,9 @@ class StackState:
         memory: from which to choose that.
         budget: the last choice.
         footprints: bytes a token, by the way in which the stack is called.
+        recorder: takes the times of what runs, inside of `augtree_fx.measure`; else ``None``.
+        measured: the last one that did.
+        predicts: what it is compared with, where lanes have no planner.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -71,6 +76,9 @@ class StackState:
     memory: Memory | None = None
     budget: WaveBudget | None = None
     footprints: dict[Hashable, Footprint] = field(default_factory=dict)
+    recorder: Recorder | None = None
+    measured: Recorder | None = None
+    predicts: Planner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Graphs hold functions that need not pickle; their generated source travels with the classes."""
@@ -78,6 +86,6 @@ class StackState:
         copied = {
             "sites": sites, "fallbacks": dict(self.fallbacks), "axes": dict(self.axes), "in_waves": False,
             "footprints": {}, "trained": replace(self.trained), "scored": replace(self.scored),
-            "torn": self.torn.fresh(),
+            "torn": self.torn.fresh(), "recorder": None, "measured": None,
         }  # fmt: skip
         return {**self.__dict__, **copied}

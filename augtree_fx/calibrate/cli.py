@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from augtree_fx import kernels
 from augtree_fx.calibrate import kernel_rates, link_rates
+from augtree_fx.planner.cli import whole_number
 from augtree_fx.planner.hardware import CURVES, Curve, Hardware, Link, Origin
 from augtree_fx.planner.profiles import PROFILES, profile
 
@@ -37,20 +39,23 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx calibrate")
     parser.add_argument("output", metavar="FILE", help="JSON file to write")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument("--name", help="of the profile; default the device's")
-    parser.add_argument("--kernel", default="auto", help="attention kernel, as transform takes it; default auto")
-    parser.add_argument("--heads", type=int, default=32, help="query heads; default %(default)s")
-    parser.add_argument("--kv-heads", type=int, default=8, help="key heads; default %(default)s")
-    parser.add_argument("--head-dim", type=int, default=128, help="head size; default %(default)s")
-    parser.add_argument("--max-size", type=int, default=1 << 20, help="skip pieces of more tokens than this")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each piece; default %(default)s")
+    parser.add_argument(
+        "--kernel", choices=kernels.NAMES, default="auto", help="attention kernel, as transform takes it; default auto"
+    )
+    parser.add_argument("--heads", type=whole_number, default=32, help="query heads; default %(default)s")
+    parser.add_argument("--kv-heads", type=whole_number, default=8, help="key heads; default %(default)s")
+    parser.add_argument("--head-dim", type=whole_number, default=128, help="head size; default %(default)s")
+    parser.add_argument("--max-size", type=whole_number, default=1 << 20, help="skip pieces of more tokens than this")
+    parser.add_argument("--repeats", type=whole_number, default=5, help="timed runs of each piece; default %(default)s")
     parser.add_argument(
         "--network", choices=PROFILES[:-1],
         help="take the links that were not measured from this profile; default h200, on the CPU none",
     )  # fmt: skip
     given = parser.parse_args(arguments)
-    if not Path(given.output).absolute().parent.is_dir():
-        parser.error(f"the profile must go to a folder that exists, got {given.output!r}")
-    if given.heads < 1 or given.kv_heads < 1 or given.heads % given.kv_heads:
+    output = Path(given.output)
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        parser.error(f"the profile must be a file in a folder that exists, got {given.output!r}")
+    if given.heads % given.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, got {given.heads} and {given.kv_heads}")
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():

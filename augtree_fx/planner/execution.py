@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -27,6 +28,11 @@ class Execution:
     def __post_init__(self) -> None:
         if not 0 < self.usable_memory <= 1:
             raise ValueError(f"usable_memory must be in (0, 1], got {self.usable_memory}; leave it out for 0.9")
+        if not 0 <= self.state_bytes_per_weight < math.inf:
+            raise ValueError(
+                "bytes of gradient and optimizer for each weight must be 0 or more, got "
+                f"{self.state_bytes_per_weight}; leave it out for 14"
+            )
 
     @property
     def forwards(self) -> int:

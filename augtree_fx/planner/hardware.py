@@ -6,6 +6,7 @@ Every number has an origin: its source, its date, and whether somebody measured 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
@@ -17,6 +18,10 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 CURVES = ("causal_forward", "causal_backward", "full_forward", "full_backward", "matmul")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Curve:
     flop_per_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if not all(map(_is_number, (*self.sizes, *self.flop_per_s))):
+            raise ValueError(f"sizes and rates of a curve must be numbers, got {self.sizes} and {self.flop_per_s}")
         if len(self.sizes) != len(self.flop_per_s) or list(self.sizes) != sorted(set(self.sizes)) or not self.sizes:
             raise ValueError(
                 f"a curve needs ascending sizes and a rate for each, got {self.sizes} and {self.flop_per_s}; sort them"
@@ -114,6 +121,12 @@ class Link:
     reduce_scatter_bytes_per_s: float
     all_to_all_bytes_per_s: float
 
+    def __post_init__(self) -> None:
+        rates = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+        wrong = {name: value for name, value in rates.items() if not _is_number(value) or value <= 0}
+        if wrong:
+            raise ValueError(f"numbers of a link must be above 0, link {self.name!r} has {wrong}")
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -149,6 +162,14 @@ class Hardware:
         missing = [name for name in self.quantities() if name not in self.origins]
         if missing:
             raise ValueError(f"every number of a profile needs its origin, {self.name!r} has none for {missing}")
+        numbers = {"memory_bytes": self.memory_bytes, "memory_bytes_per_s": self.memory_bytes_per_s}
+        wrong = {name: value for name, value in numbers.items() if not _is_number(value) or value <= 0}
+        if not _is_number(self.call_us) or self.call_us < 0:
+            wrong["call_us"] = self.call_us
+        if wrong or not self.links:
+            raise ValueError(
+                f"a profile needs numbers above 0 and at least one link, {self.name!r} has {wrong or 'no link'}"
+            )
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.links, self.matmul))
@@ -190,12 +211,26 @@ class Hardware:
                 f"a profile must have exactly the fields {names}, got {sorted(values)}; "
                 "write one with python -m augtree_fx calibrate"
             )
-        curves = {name: Curve(*map(tuple, values[name].values())) for name in CURVES}
-        links = tuple(Link(**link) for link in values["links"])
-        origins = {name: Origin(**origin) for name, origin in values["origins"].items()}
+        try:
+            curves = {name: Curve(**{key: tuple(row) for key, row in values[name].items()}) for name in CURVES}
+            links = tuple(Link(**link) for link in values["links"])
+            origins = {name: Origin(**origin) for name, origin in values["origins"].items()}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"a profile must have curves of sizes and flop_per_s, links and origins, got other fields ({error}); "
+                "write one with python -m augtree_fx calibrate"
+            ) from error
         return Hardware(**{**values, **curves, "links": links, "origins": origins})
 
     @staticmethod
     def load(path: str | Path) -> Hardware:
-        """A profile that `save` wrote."""
-        return Hardware.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        """A profile that `save` wrote.
+
+        Raises:
+            ValueError: it is not JSON, or not that of a profile.
+            OSError: it cannot be read.
+        """
+        try:
+            return Hardware.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:  # JSON's and UTF-8's are too
+            raise ValueError(f"{str(path)!r} holds no hardware profile: {error}") from error

@@ -81,7 +81,7 @@ class ModelShape:
             name: for tables; by default the config's own.
 
         Raises:
-            ValueError: a size is missing, or heads do not divide.
+            ValueError: a file holds no config, a size is missing, or heads do not divide.
             FileNotFoundError: no such file.
         """
         values = _values(config)
@@ -156,7 +156,13 @@ def _values(config: Any) -> dict[str, Any]:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(f"config must be a config.json or its folder, found no file {str(path)!r}")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # JSON's and UTF-8's are too
+            raise ValueError(f"a config must be JSON, {str(path)!r} is not: {error}") from error
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a config must be a JSON object, {str(path)!r} holds {type(values).__name__}")
+        return dict(values)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return dict(text.to_dict())
 

@@ -35,15 +35,19 @@ def read_groups(path: str | Path) -> list[Group]:
     """Groups of a workload file, in its order.
 
     Raises:
-        ValueError: a line is no JSON object, or lacks its lengths.
-        FileNotFoundError: no such file.
+        ValueError: a line is no JSON object, lacks its lengths, or has lengths that cannot be.
+        OSError: the file cannot be read.
     """
     groups: list[Group] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a workload must be JSON lines, {str(path)!r} is no text: {error}") from error
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                groups += _groups_of(json.loads(line), str(number))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                groups += map(_checked, _groups_of(json.loads(line), str(number)))
+            except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"line {number} of {str(path)!r} must have prompt_tokens and response_tokens, or instructions that "
                     f'do, got {line[:60]!r} ({error}); as in {{"prompt_tokens": 100, "response_tokens": [20, 30]}}'
@@ -63,6 +67,20 @@ def _groups_of(line: dict[str, Any], number: str) -> Iterator[Group]:
     prompt, responses = int(line["prompt_tokens"]), tuple(map(int, line["response_tokens"]))
     static = int(line.get("static_prompt_tokens", 0))
     yield Group((("static", static),) if static else (), prompt - static, responses)
+
+
+def _checked(group: Group) -> Group:
+    """A group whose lengths can be."""
+    lengths = (*(tokens for _, tokens in group.path), *group.response_tokens)
+    if (
+        group.prompt_tokens < 0
+        or min(lengths, default=0) < 0
+        or group.prompt_tokens + sum(t for _, t in group.path) < 1
+    ):
+        raise ValueError(
+            "prompts must have at least 1 token, responses none below 0, and shared prefixes no more than the prompt"
+        )
+    return group
 
 
 def shape_of(groups: Sequence[Group]) -> ReplayShape:

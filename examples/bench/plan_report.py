@@ -8,30 +8,30 @@ from typing import Any
 
 from tabulate import tabulate
 
+from augtree_fx.timings import TERMS
+
 NEAR = 1.05  # a plan within 5% of the best one measured is as good a choice
-# Columns, and the terms of a plan in each; transfers count as far as they are exposed.
-COLUMNS = {
-    "linear": ("linear_us",),
-    "head": ("head_us",),
-    "attention": ("prefill_attention_us", "replay_attention_us"),
-    "merge": ("merge_us",),
-    "exposed": ("prefill_exposed_us", "exposed_us"),
-}
 
 
 def lines(case: dict[str, Any]) -> str:
-    """The plans of a batch, ms; terms are predicted ones of the slowest lane."""
+    """The plans of a batch, ms; terms are predicted ones of the slowest lane, and those of one step of rank 0."""
     best = min((row["step_ms"] for row in case["rows"] if row["step_ms"]), default=None)
     table = []
     for row in case["rows"]:
         step = row["step_ms"]
         seen = [f"{step:.2f} ({row['spread_ms']:.2f})", f"{step / best:.3f}"] if step else [row["reason"] or "-", ""]
         error = f"{row['predicted_ms'] / step - 1:+.1%}" if step else ""
-        terms = [f"{sum(row['terms_us'][name] for name in names) / 1e3:.1f}" for names in COLUMNS.values()]
+        parts = row["parts_ms"][0] if row.get("parts_ms") else {}
+        terms = [_both(row["terms_us"], names, parts.get(name)) for name, names in TERMS.items()]
         mark = "->" if row["kind"] == case["chosen"] else ""
         table.append([mark, row["kind"], *seen, f"{row['predicted_ms']:.2f}", error, *terms])
-    headers = ["", "plan", "measured (spread)", "of best", "predicted", "error", *COLUMNS]
+    headers = ["", "plan", "measured (spread)", "of best", "predicted", "error", *(f"{name} (seen)" for name in TERMS)]
     return tabulate(table, headers=headers, disable_numparse=True)
+
+
+def _both(terms_us: dict[str, float], names: tuple[str, ...], measured_ms: float | None) -> str:
+    predicted = f"{sum(terms_us[name] for name in names) / 1e3:.1f}"
+    return predicted if measured_ms is None else f"{predicted} ({measured_ms:.1f})"
 
 
 def summary(cases: list[dict[str, Any]], planned: int) -> tuple[str, bool]:

@@ -33,6 +33,8 @@ from augtree_fx.transforms.install import STATE
 # Losses of two schedules are the same number in other roundings: a mean of log-probs over at least 1024 tokens.
 LOSS_TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
 
+_MEASURED = ("step_ms", "spread_ms", "loss", "parts_ms", "reason")  # of a row; the rest is predicted
+
 
 @dataclass(frozen=True)
 class Options:
@@ -155,7 +157,7 @@ def again(file: str, options: Options, say: Callable[[str], None] = print) -> in
         seen = {row["kind"]: row for row in old["rows"]}
         kept["chosen"] = prices["chosen"]
         for kind, plan in prices["plans"].items():
-            measured = {name: seen.get(kind, {}).get(name) for name in ("step_ms", "spread_ms", "loss", "reason")}
+            measured = {name: seen.get(kind, {}).get(name) for name in _MEASURED}
             kept["rows"].append(_priced(kind, plan) | measured)
         results.save()
         say(f"{case}\n{plan_report.lines(kept)}")
@@ -193,9 +195,16 @@ def _measure(
             share = _share(world, model, rows)
             loss = world.sum(_step(model, share, int(rows.scored.sum())))  # compiles kernels, fills pools
             times = world.measure(lambda: _step(model, share, int(rows.scored.sum())), options.repeats, warmups=1)
-            return {"step_ms": times.median_ms, "spread_ms": times.spread_ms, "loss": float(loss)}
+            with augtree_fx.measure(model):
+                _step(model, share, int(rows.scored.sum()))
+            parts = augtree_fx.explain(model).timings
+            seen = {part.name: part.measured_ms for part in parts.rows} if parts else {}
+            return {
+                "step_ms": times.median_ms, "spread_ms": times.spread_ms, "loss": float(loss),
+                "parts_ms": world.all_of(seen),
+            }  # fmt: skip
 
-        row = _priced(kind, plan) | {"step_ms": None, "spread_ms": None, "loss": None, "reason": None}
+        row = _priced(kind, plan) | {"step_ms": None, "spread_ms": None, "loss": None, "parts_ms": None, "reason": None}
         row |= world.attempt(work)
         model.zero_grad(set_to_none=True)
         first = next((other["loss"] for other in kept["rows"] if other["loss"] is not None), row["loss"])
