@@ -271,7 +271,7 @@ class StageRunner:
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         computed: list[Part] = []  # the same ones when it is computed again
 
-        def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+        def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, ...]]]:
             if idle:
                 return self.idle()[:0], {}
             part = self.forward(nodes, above, kept)
@@ -289,7 +289,7 @@ class StageRunner:
         prompts = {place: leaves_of(x, outer_prompts.get(place), always=recompute) for place, x in kept.items()}
         if above is not None and not idle:
             above.lie_in(prompts)
-        arrivals = watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
+        arrivals = watched([leaf, *(handle for each in prompts.values() for handle in each.handles)])
         own = {} if recompute else kept
         sources = predictions.sources_among(computed[0].tokens if computed else tokens[:0])
         stage = ComputedStage(
@@ -300,7 +300,7 @@ class StageRunner:
         if recompute:
             autocast = self._autocast()
 
-            def again() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+            def again() -> tuple[Tensor, dict[Place, tuple[Tensor, ...]]]:
                 with torch.enable_grad(), torch.autocast(autocast[0], dtype=autocast[2], enabled=autocast[1]):
                     return run(Shelf())
 

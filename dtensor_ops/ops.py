@@ -32,7 +32,7 @@ def lane_arguments(found: WholePath, schedule: str) -> tuple[list[Tensor], list[
     return [x for each in tables for x in (each.segments, each.cu_seqlens)], list(astuple(found.sizes))
 
 
-def _lane(tables: list[Tensor], sizes: list[int], schedule: str, group: str) -> attention.Lane:
+def lane_of(tables: list[Tensor], sizes: list[int], schedule: str, group: str) -> attention.Lane:
     calls = [decode_calls(*pair) for pair in zip(tables[::2], tables[1::2], strict=True)]
     found = collectives.group_of(group)
     others = distributed.get_world_size(found) - 1
@@ -57,7 +57,7 @@ def _attend(
     schedule: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    lane = _lane(tables, sizes, schedule, group)
+    lane = lane_of(tables, sizes, schedule, group)
     return attention.forward(q, k, v, lane, sinks, AttentionSpec(scale, 0, softcap), kernel)
 
 
@@ -82,9 +82,9 @@ def _attend_backward(
     schedule: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lane, spec = _lane(tables, sizes, schedule, group), AttentionSpec(scale, 0, softcap)
-    dq, dk, dv, dsinks = attention.backward(dout, dlse, q, k, v, out, lse, lane, sinks, spec, kernel)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    lane, spec = lane_of(tables, sizes, schedule, group), AttentionSpec(scale, 0, softcap)
+    found = attention.backward(dout, dlse, q, k, v, out, lse, lane, sinks, spec, kernel)
+    return found.q, found.k, found.v, q.new_empty(0) if found.sinks is None else found.sinks
 
 
 def _gradients_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

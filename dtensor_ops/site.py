@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from augtree_fx.dtensor_ops import latents as latent_attention
 from augtree_fx.dtensor_ops import ops, tables
+from augtree_fx.dtensor_ops.attention import Latents
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.tables import Reached, WholePath
+from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import Span
 
 
@@ -52,6 +55,7 @@ def attend(
     scale: float,
     softcap: float,
     kernel: str,
+    latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a rank's queries to their paths, wherever these lie.
 
@@ -59,6 +63,7 @@ def attend(
         q: ``[share, H, D]``; k: ``[share, K, D]``; v: ``[share, K, E]``, local.
         span: what a query sees of its path.
         sinks: ``[H]`` or ``None``.
+        latents: what may travel in place of k and v; it does where queries see their whole path.
 
     Returns:
         ``out [share, H, E]``, ``lse [H, share]``, local.
@@ -66,6 +71,9 @@ def attend(
     found = lane.by_span[span]
     if isinstance(found, WholePath):
         numbers, sizes = ops.lane_arguments(found, lane.schedule)
+        if latents is not None:
+            whole = ops.lane_of(numbers, sizes, lane.schedule, lane.group)
+            return latent_attention.attend(q, k, v, latents, whole, sinks, AttentionSpec(scale, 0, softcap), kernel)
         return torch.ops.augtree.context_parallel_attention(
             q, k, v, numbers, sinks, scale, softcap, kernel, sizes, lane.schedule, lane.group
         )

@@ -112,7 +112,7 @@ def dies(folder: Path, schedule: str, victim: int, where: str) -> None:
 
     def deadly() -> None:
         if rank == victim:
-            patch = mock.patch.object(attention, "_keys", lambda *_: os._exit(1))
+            patch = mock.patch.object(attention, "_arriving", lambda *_: os._exit(1))
             patch.start()
 
     if where == "forward":
@@ -134,19 +134,19 @@ def small_errors() -> dict[str, float]:
     return errors
 
 
-_KEYS, _WAIT, _MERGE, _SENT_HOME = attention._keys, Pending.wait, merge.partial_softmax, attention._sent_home
+_ARRIVING, _WAIT, _MERGE, _SENT_HOME = attention._arriving, Pending.wait, merge.partial_softmax, attention._sent_home
 _BACKWARD = attention.backward
 
 
 def _stale_keys(*arguments: Any) -> tuple[Tensor, ...]:
     """Backward is sent other keys than forward was, as if an optimiser step had come between."""
-    with mock.patch.object(attention, "_keys", lambda k, v, lane: _KEYS(0.9 * k, v, lane)):
+    with mock.patch.object(attention, "_arriving", lambda kv, lane: _ARRIVING((0.9 * kv[0], kv[1]), lane)):
         return _BACKWARD(*arguments)
 
 
-def _without_the_last_step(k: Tensor, v: Tensor, lane: attention.Lane) -> Iterator[tuple[Tensor, Tensor]]:
+def _without_the_last_step(kv: tuple[Tensor, ...], lane: attention.Lane) -> Iterator[tuple[Tensor, ...]]:
     """The last keys of the ring are those of the step before."""
-    found = list(_KEYS(k, v, lane))
+    found = list(_ARRIVING(kv, lane))
     return iter([*found[:-1], found[-2]])
 
 
@@ -174,7 +174,7 @@ def _lost_on_the_last_rank(*arguments: Any) -> tuple[Tensor, ...]:
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "stale keys in backward": (attention, "backward", _stale_keys, attention.ROTATE_KV),
     "stale gathered keys in backward": (attention, "backward", _stale_keys, attention.GATHER_KV),
-    "a missing step of the ring": (attention, "_keys", _without_the_last_step, attention.ROTATE_KV),
+    "a missing step of the ring": (attention, "_arriving", _without_the_last_step, attention.ROTATE_KV),
     "the LSE of another rank": (Pending, "wait", _of_another_rank, attention.MOVE_Q),
     "a sink in every partial": (merge, "partial_softmax", _sinks_in_every_partial, attention.ROTATE_KV),
     "lost gradients of one rank's keys": (attention, "_sent_home", _lost_on_the_last_rank, attention.ROTATE_KV),

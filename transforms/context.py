@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from augtree_fx.dtensor_ops.site import LaneTables
 from augtree_fx.tables import AttentionTables, Chunks, Span
+from augtree_fx.transforms.expansion import Expansion
 from augtree_fx.transforms.path_rows import PathRows
 
 
@@ -19,20 +20,18 @@ class PromptKV(NamedTuple):
     """K and V of tokens that were computed before, of one attention call of one layer.
 
     Attributes:
-        k: ``[S, K, D]`` without gradient; v: ``[S, K, E]``.
-        k_handle, v_handle: of the same shapes in the accumulation dtype, never read; their gradients are K's and V's.
+        tensors: K ``[S, K, D]`` and V ``[S, K, E]`` without gradient, and latents ``[S, L]`` where these travel.
+        handles: of the same shapes in the accumulation dtype, never read; their gradients are those of the tensors.
     """
 
-    k: Tensor
-    v: Tensor
-    k_handle: Tensor
-    v_handle: Tensor
+    tensors: tuple[Tensor, ...]
+    handles: tuple[Tensor, ...]
 
 
-def continued(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> list[Tensor]:
+def continued(own: tuple[Tensor, ...], outer: PromptKV | None) -> tuple[Tensor, ...]:
     """K and V of some tokens, after those of the tokens that they continue; without gradient."""
-    tensors = [x.detach() for x in own]
-    return tensors if outer is None else [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]
+    tensors = tuple(x.detach() for x in own)
+    return tensors if outer is None else tuple(torch.cat(pair) for pair in zip(outer.tensors, tensors, strict=True))
 
 
 Place = tuple[str, int]  # name of an attention module in its stack, and number of the call in its forward
@@ -173,10 +172,13 @@ class SiteContext:
     Attributes:
         shared: the context of the batch.
         site: name of the module in its stack.
+        module: the module; expansion: how it makes keys and values, where ranks may send less than these.
     """
 
     shared: ReplayContext
     site: str
+    module: nn.Module | None = None
+    expansion: Expansion | None = None
 
 
 pytree.register_pytree_node(

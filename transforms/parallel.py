@@ -157,6 +157,9 @@ def wave_arguments(
     config: Any = stack.config
     heads = config.num_attention_heads
     kv_share = (getattr(config, "num_key_value_heads", None) or heads) / heads
+    cuts = [site.cut for site in state.sites]
+    if cuts and all(cut is not None for cut in cuts):  # latents travel in place of keys
+        kv_share *= max(cut.elements / cut.expanded for cut in cuts if cut is not None)
     schedule = lanes.schedule
     if schedule is None and shards.above:
         first = int(shards.layout.offset[sum(each.num_nodes for each in shards.above)])
