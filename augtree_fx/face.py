@@ -158,6 +158,9 @@ def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -
     ``packed.show(out)`` is what the model itself would return for the rows. With it a compiled model is one graph:
     ``torch.compile(model, fullgraph=True)``.
 
+    On a mesh every rank passes the same layout and has the tokens of its share; keys and values travel, never what they
+    follow from (multi-head latent attention).
+
     Args:
         model: a transformed model; also wrapped by PEFT, DDP or torch.compile.
         layout: of the batch, on the model's device.
@@ -166,7 +169,7 @@ def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -
 
     Raises:
         ValueError: the model is not transformed, the layout is on another device, or ``pad_to_multiple_of`` is below 1.
-        RuntimeError: attention settings changed since `transform`.
+        RuntimeError: attention settings changed since `transform`, or ranks of a mesh differ in layout or settings.
     """
     stack = find_stack(model)
     if not is_installed(stack):

@@ -53,6 +53,7 @@ class _Attention(torch.autograd.Function):
         return found.q, found.k, found.v, found.sinks, found.latents, None, *parameters
 
 
+@torch.compiler.disable(reason="latents are expanded by modules of the model, which no op of a graph holds")
 def attend(
     q: Tensor,
     k: Tensor,

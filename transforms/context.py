@@ -95,11 +95,12 @@ class ReplayContext:
         """What a compiled model is specialised on: batches of one bucket run one graph, however many tokens they have.
 
         The windows whose keys have to be gathered, whether there is one level, the kernel, whether prompts were
-        computed before, and what `PathRows` say.
+        computed before, what `PathRows` say, and how a lane moves keys.
         """
         gathered = frozenset(window for window, tables in self.tables.items() if tables.kv_index is not None)
         rows = () if self.rows is None else self.rows.bucket
-        return gathered, self.one_level, self.kernel, self.prompts is not None, *rows
+        lane = () if self.lane is None else self.lane.bucket
+        return gathered, self.one_level, self.kernel, self.prompts is not None, *rows, *lane
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ReplayContext:
         """For layers on another device: the hooks of accelerate move a layer's arguments by this method."""

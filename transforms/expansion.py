@@ -26,6 +26,7 @@ class Expansion:
     dims: tuple[int, ...]
     modules: tuple[str, ...]
 
+    @torch.compiler.disable(reason="latents are expanded by modules of the model, which no op of a graph holds")
     def latents(self, module: nn.Module, given: Sequence[Tensor], k: Tensor, v: Tensor) -> Latents | None:
         """What travels in place of keys and values; ``None`` where these have fewer bytes, or gradients would be lost.
 

@@ -32,7 +32,9 @@ from augtree_fx.trie import IntArray
 ROWS = ("replicated", "pooled")
 
 
-def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any]) -> PackedCall:
+def pack_rows(
+    stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any], *, compiled: bool = False
+) -> PackedCall:
     """The packed call of this rank's share of a batch.
 
     Args:
@@ -40,6 +42,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         state: its settings.
         lanes: the ranks.
         given: this rank's arguments by name.
+        compiled: the stack runs as a compiled graph, which holds no module to expand `Latents` with.
 
     Raises:
         Unshared: no rank can share its rows, for the same reason.
@@ -53,7 +56,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         reason = str(unshared) or "it asks for a KV cache, or generates"
     except (ValueError, NotImplementedError) as raised:
         reason, error = str(raised), raised
-    said = {"what hinders sharing": reason, **_settings(stack, state, lanes)}
+    said = {"what hinders sharing": reason, "compiled": compiled, **_settings(stack, state, lanes)}
     if rows is not None and lanes.rows == "replicated":
         said |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
     pooled = rows if lanes.rows == "pooled" else None
@@ -78,11 +81,11 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
     computed = layout.num_tokens if pooled is None else int((part.tokens() >= 0).sum())
     state.counts.add_rows(num_tokens)
     state.counts.add_shared(num_tokens, computed, 0)
-    return _packed_call(stack, state, lanes, part, part.index[own], shape)
+    return _packed_call(stack, state, lanes, part, part.index[own], shape, latents=not compiled)
 
 
 def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> PackedCall:
-    """The packed call of this rank's share of an explicit layout, which all ranks pass.
+    """The packed call of this rank's share of an explicit layout, which all ranks pass; fit for a compiled graph.
 
     Raises:
         RuntimeError: ranks disagree on the layout.
@@ -93,7 +96,7 @@ def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeL
         raise ValueError(f"an explicit layout of {layout.num_rows} rows runs in one lane, got one of {len(some)} rows")
 
     part = lanes.part(layout, subtree)
-    return _packed_call(stack, state, lanes, part, part.index, layout.shape)
+    return _packed_call(stack, state, lanes, part, part.index, layout.shape, latents=False)
 
 
 def described(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> dict[str, Any]:
@@ -135,12 +138,13 @@ def _pool(found: list[tuple[IntArray, IntArray, IntArray]], rank: int, device: t
 
 
 def _packed_call(
-    stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int]
-) -> PackedCall:
+    stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int],
+    *, latents: bool,
+) -> PackedCall:  # fmt: skip
     refuse_waves(stack, state, part.layout)
     if lanes.rows == "pooled" and any(site.counts for site in state.sites):
         raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")
-    arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group)
+    arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group, latents=latents)
     index_there = torch.from_numpy(index).to(part.layout.device)
     return PackedCall(arguments, index_there, shape, part.share, group=lanes.group)
 
@@ -165,12 +169,12 @@ def wave_arguments(
         first = int(shards.layout.offset[sum(each.num_nodes for each in shards.above)])
         schedule = wave_schedule(first, shards.layout.num_tokens - first, kv_share)
     schedule = schedule or one_pass_schedule(shards.layout)
-    return local_arguments(stack, state, shards, lanes.host.rank, schedule, lanes.group, prompts, kept)
+    return local_arguments(stack, state, shards, lanes.host.rank, schedule, lanes.group, prompts, kept, latents=True)
 
 
 def local_arguments(
     stack: nn.Module, state: StackState, shards: Shards, rank: int, schedule: str, group: str,
-    prompts: Shelf | None = None, kept: Shelf | None = None,
+    prompts: Shelf | None = None, kept: Shelf | None = None, *, latents: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Keywords of the stack's forward for the share of a rank of a lane."""
     check_sites(stack, state)
@@ -180,7 +184,7 @@ def local_arguments(
         torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens))).to(device, non_blocking=True)
         for x in (layout.input_ids, layout.position_ids, columns(layout))
     )
-    tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group)
+    tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group, latents=latents)
     context = ReplayContext(
         {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables
     )

@@ -84,9 +84,9 @@ def tree_attention(
 
 
 def _moving(site: SiteContext, given: tuple[Tensor, ...], k: Tensor, v: Tensor) -> Latents | None:
-    """What ranks send one another in place of keys and values; compiled graphs hold no module to expand it with."""
+    """What ranks send one another in place of keys and values, where all of them do."""
     lane = site.shared.lane
-    if not given or site.expansion is None or lane is None or torch.compiler.is_compiling():
+    if not given or site.expansion is None or lane is None or not lane.latents:
         return None
     assert site.module is not None, "a site with an expansion is one of a module"
     return site.expansion.latents(site.module, given, k, v)

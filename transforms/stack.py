@@ -101,7 +101,7 @@ def run_stack(stack: nn.Module, state: StackState, original: Callable[..., Any],
         return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
         return call_packed(stack, state.positions, original, given)
-    packed, beside = pack(stack, state, original, given)
+    packed, beside = pack(stack, state, original, given, compiled=torch.compiler.is_compiling())
     if packed is not None and packed.parts is not None:
         return _run_parts(stack, state, original, packed)
     if packed is None:
@@ -125,14 +125,14 @@ def _run_beside(stack: nn.Module, state: StackState, original: Callable[..., Any
 
 @torch.compiler.disable
 def pack(
-    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], *, compiled: bool
 ) -> tuple[PackedCall | None, Stage | None]:
     """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model.
 
     Also what other ranks run in waves meanwhile, where that is more than this rank does.
     """
     if state.lanes is not None:
-        return _pack_for_lanes(stack, state, state.lanes, given), None
+        return _pack_for_lanes(stack, state, state.lanes, given, compiled), None
     in_waves = (state.max_wave_tokens or state.memory) is not None and not has_cache(given)
     groups = groups_of(stack) if in_waves else []
     if groups and state.memory is not None:
@@ -184,9 +184,11 @@ def _pack(
     return replace(call, arguments=extras | arguments)
 
 
-def _pack_for_lanes(stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any]) -> PackedCall | None:
+def _pack_for_lanes(
+    stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any], compiled: bool
+) -> PackedCall | None:
     try:
-        call = parallel.pack_rows(stack, state, lanes, given)
+        call = parallel.pack_rows(stack, state, lanes, given, compiled=compiled)
     except Unshared as reason:
         _note(state, str(reason))
         return None
