@@ -243,7 +243,8 @@ class StageRunner:
         """Under a mesh: raise RuntimeError unless all ranks run one layout, scored alike, with the same settings."""
         if self.state.lanes is not None:
             batch = described(self.stack, self.state, self.state.lanes, self.layout)
-            self.agree("a prefill", {**batch, "scored tokens": digest(predictions.row, predictions.index)})
+            scored = digest(predictions.row, predictions.index)
+            self.agree("a prefill", {**batch, "scored tokens": scored, "activations": self.dormant})
 
     def agree(self, what: str, described: dict[str, Any]) -> None:
         """Under a mesh: raise RuntimeError unless all ranks say the same."""

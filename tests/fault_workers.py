@@ -88,6 +88,37 @@ def disagreements() -> dict[str, str]:
     }
 
 
+def prefill_disagreements() -> dict[str, str]:
+    """What each rank is told when rank 1 enters `prefill`, or asks for waves, in another way than the others."""
+    differs = distributed.get_rank() == 1
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain)
+    layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    scored = torch.ones_like(batch.input_ids)
+    fewer = scored.clone()
+    fewer[:, 5] = 0
+
+    def enter(**changes: Any) -> str:
+        def run() -> None:
+            options = {"max_wave_tokens": 12} | (changes if differs else {})
+            with augtree_fx.prefill(model, layout, on_unused="skip", **options) as tree:
+                list(tree.waves())
+
+        before = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found = said(run)
+        kept = all(parameter.grad is before[name] for name, parameter in model.named_parameters())
+        assert kept or found == "no error", found
+        return found
+
+    return {
+        "none": enter(),
+        "max_prompt_tokens": enter(max_prompt_tokens=4),
+        "activations": enter(activations="recompute"),
+        "scored": enter(scored=fewer),
+        "max_wave_tokens": enter(max_wave_tokens=1000),
+    }
+
+
 def late(absent: int, seconds: float) -> str:
     """What a rank is told when one never calls forward."""
     plain, batch, _ = model_and_truth("llama", 2, "right")

@@ -79,7 +79,7 @@ def test_rows_have_one_break(worlds: Callable[[int], Ranks], num_ranks: int, row
 
 @pytest.mark.slow
 def test_windows(worlds: Callable[[int], Ranks]) -> None:
-    """Keys that a window reaches are fetched, so many as each rank needs; the first graph is of one number of tokens."""
+    """Keys that a window reaches are fetched, so many as each rank needs; the first graph is of one batch's size."""
     arguments = ("mistral", "aot_eager", [0, 1, 2, 3], True, {})
     for errors, graphs, breaks in worlds(3).run(compiled_in_options, *arguments, seconds=200):
         assert max(errors) <= EXACT and graphs[-1] == graphs[1] <= 2 and not breaks, (errors, graphs, breaks)
