@@ -24,8 +24,9 @@ from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, Shelf
 from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
+from augtree_fx.transforms.lane_arguments import wave_arguments
 from augtree_fx.transforms.packing import make_context, packed_arguments
-from augtree_fx.transforms.parallel import described, wave_arguments
+from augtree_fx.transforms.parallel import described
 from augtree_fx.transforms.requests import refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT, named_layers
 from augtree_fx.transforms.state import StackState

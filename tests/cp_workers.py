@@ -148,12 +148,12 @@ def pooled_errors(name: str, depth: int, style: str, lonely: bool, **options: An
     return families.errors(got, families.Result(results[rank].logits, means))
 
 
-def sharded_errors(rows: str) -> dict[str, float]:
+def sharded_errors(rows: str, **options: Any) -> dict[str, float]:
     """FSDP2 over the same ranks: it averages gradients, and nothing needs a factor."""
     from test_parallel_wrappers import fsdp2, step
 
     plain, batch, truth = model_and_truth("llama", 2, "right")
-    model = parallel_model(plain, rows=rows, wrap=fsdp2)
+    model = parallel_model(plain, rows=rows, wrap=fsdp2, **options)
     return families.errors(step(model, batch, list(truth.gradients)), truth)
 
 

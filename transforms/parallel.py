@@ -16,18 +16,16 @@ import torch
 from torch import nn
 
 from augtree_fx.dtensor_ops.agreement import digest
-from augtree_fx.dtensor_ops.lanes import LanePart, Lanes, one_pass_schedule, wave_schedule
-from augtree_fx.dtensor_ops.shards import Shards
-from augtree_fx.dtensor_ops.site import LaneTables
+from augtree_fx.dtensor_ops.lanes import LanePart, Lanes
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import HostRows
-from augtree_fx.transforms.context import ReplayContext, Shelf
-from augtree_fx.transforms.packing import PackedCall, carrying_mask, check_sites
-from augtree_fx.transforms.path_rows import columns
+from augtree_fx.transforms.lane_arguments import local_arguments
+from augtree_fx.transforms.lane_waves import LaneParts
+from augtree_fx.transforms.packing import PackedCall
 from augtree_fx.transforms.requests import Unshared, costs_of, read_rows, refuse_waves
-from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
+from augtree_fx.waves import branch_tokens, plan_waves
 
 ROWS = ("replicated", "pooled")
 
@@ -77,11 +75,31 @@ def pack_rows(
         return TreeLayout.from_rows(replace(rows, begin=rows.begin[chosen], length=rows.length[chosen]), costs=costs)
 
     layout = TreeLayout.from_rows(rows, costs=costs)
+    state.counts.add_rows(num_tokens)
+    if state.max_wave_tokens is not None and branch_tokens(layout) > state.max_wave_tokens:
+        return _call_in_waves(stack, state, lanes, layout, own, shape, num_tokens)
     part = lanes.part(layout, subtree)
     computed = layout.num_tokens if pooled is None else int((part.tokens() >= 0).sum())
-    state.counts.add_rows(num_tokens)
     state.counts.add_shared(num_tokens, computed, 0)
     return _packed_call(stack, state, lanes, part, part.index[own], shape, latents=not compiled)
+
+
+def _call_in_waves(
+    stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout, own: slice, shape: tuple[int, int],
+    num_tokens: int,
+) -> PackedCall:  # fmt: skip
+    """The call of a batch in waves; tokens of pooled rows count as computed by each rank in equal parts."""
+    try:
+        _refuse(stack, state, lanes, layout)
+    except NotImplementedError as error:
+        if state.strict:
+            raise
+        raise Unshared(str(error)) from error
+    plan = plan_waves(layout, state.max_wave_tokens)
+    computed = layout.num_tokens if lanes.rows == "replicated" else layout.num_tokens // lanes.num_ranks
+    state.counts.add_shared(num_tokens, computed, len(list(plan.walk())))
+    index = torch.from_numpy(layout.packed_index[own])
+    return PackedCall({}, index, shape, layout.num_tokens, LaneParts(plan, layout, lanes, own), lanes.group)
 
 
 def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> PackedCall:
@@ -117,6 +135,7 @@ def _settings(stack: nn.Module, state: StackState, lanes: Lanes) -> dict[str, An
         "chunks": lanes.min_chunk_tokens,
         "costs": str(state.costs),
         "kernel": state.kernel,
+        "max_wave_tokens": state.max_wave_tokens,
         "dtype": str(autocast or weight.dtype),
         "attention": f"{len(state.sites)} modules of spans {sorted({str(site.span) for site in state.sites})}",
         "gradients": torch.is_grad_enabled(),
@@ -141,61 +160,14 @@ def _packed_call(
     stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int],
     *, latents: bool,
 ) -> PackedCall:  # fmt: skip
-    refuse_waves(stack, state, part.layout)
-    if lanes.rows == "pooled" and any(site.counts for site in state.sites):
-        raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")
+    _refuse(stack, state, lanes, part.layout)
     arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group, latents=latents)
     index_there = torch.from_numpy(index).to(part.layout.device)
     return PackedCall(arguments, index_there, shape, part.share, group=lanes.group)
 
 
-def wave_arguments(
-    stack: nn.Module, state: StackState, lanes: Lanes, shards: Shards, prompts: Shelf | None, kept: Shelf | None
-) -> dict[str, Any]:
-    """Keywords of the stack's forward for a rank's share of a stage or a wave, all ranks being one lane.
-
-    Args:
-        shards: of its nodes, on top of the stages above.
-        prompts, kept: see `ReplayContext`; K and V of this rank's shares.
-    """
-    config: Any = stack.config
-    heads = config.num_attention_heads
-    kv_share = (getattr(config, "num_key_value_heads", None) or heads) / heads
-    cuts = [site.cut for site in state.sites]
-    if cuts and all(cut is not None for cut in cuts):  # latents travel in place of keys
-        kv_share *= max(cut.elements / cut.expanded for cut in cuts if cut is not None)
-    schedule = lanes.schedule
-    if schedule is None and shards.above:
-        first = int(shards.layout.offset[sum(each.num_nodes for each in shards.above)])
-        schedule = wave_schedule(first, shards.layout.num_tokens - first, kv_share)
-    schedule = schedule or one_pass_schedule(shards.layout)
-    return local_arguments(stack, state, shards, lanes.host.rank, schedule, lanes.group, prompts, kept, latents=True)
-
-
-def local_arguments(
-    stack: nn.Module, state: StackState, shards: Shards, rank: int, schedule: str, group: str,
-    prompts: Shelf | None = None, kept: Shelf | None = None, *, latents: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Keywords of the stack's forward for the share of a rank of a lane."""
-    check_sites(stack, state)
-    layout, device, tokens = shards.layout, shards.layout.device, shards.tokens(rank)
-    counts = any(site.counts for site in state.sites)
-    ids, positions, counted = (
-        torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens))).to(device, non_blocking=True)
-        for x in (layout.input_ids, layout.position_ids, columns(layout))
-    )
-    tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group, latents=latents)
-    context = ReplayContext(
-        {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables
-    )
-    return {
-        "input_ids": ids[None],
-        "attention_mask": carrying_mask(stack, state, context, device),
-        "position_ids": positions[None],
-        "use_cache": False,
-        CONTEXT: context,
-    }
-
-
-def _taken(values: IntArray, tokens: IntArray) -> IntArray:
-    return values[np.maximum(tokens, 0)] if len(values) else np.zeros_like(tokens)
+def _refuse(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> None:
+    """Raise NotImplementedError where a batch cannot be computed in shares."""
+    refuse_waves(stack, state, layout)
+    if lanes.rows == "pooled" and any(site.counts for site in state.sites):
+        raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")
