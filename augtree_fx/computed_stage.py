@@ -23,8 +23,8 @@ class ComputedStage:
         nodes: node numbers, those of the stages above included.
         tokens: packed tokens of its own nodes.
         above: the stage that it continues.
-        prompts: K and V of all its nodes, as leaves.
-        kept: K and V of its own tokens in its graph.
+        prompts: K and V (and latents, see `PromptKV`) of all its nodes, as leaves.
+        kept: the same of its own tokens in its graph.
         sources: packed tokens of its own whose hidden states predict something, ascending.
         hidden: ``[sources, hidden size]`` in its graph.
         leaf: the same as a leaf in the accumulation dtype.
@@ -39,12 +39,12 @@ class ComputedStage:
     tokens: IntArray
     above: ComputedStage | None
     prompts: dict[Place, PromptKV]
-    kept: dict[Place, tuple[Tensor, Tensor]]
+    kept: dict[Place, tuple[Tensor, ...]]
     sources: IntArray
     hidden: Tensor
     leaf: Tensor
     arrivals: list[None] | None = None
-    again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]] | None = None
+    again: Callable[[], tuple[Tensor, dict[Place, tuple[Tensor, ...]]]] | None = None
     in_step: bool = False
     offload: Offload | None = None
     shards: Shards | None = None
@@ -52,7 +52,7 @@ class ComputedStage:
     @property
     def has_handles(self) -> bool:
         """Whether every wave's gradient arrives at K or V."""
-        return any(handle.requires_grad for each in self.prompts.values() for handle in each[2:])
+        return any(handle.requires_grad for each in self.prompts.values() for handle in each.handles)
 
     def path(self) -> list[ComputedStage]:
         """This stage and those above it."""
@@ -64,12 +64,12 @@ class ComputedStage:
     def lie_in(self, longer: dict[Place, PromptKV]) -> None:
         """Let K and V lie in those of a stage that continues this one, instead of in memory of their own."""
         for place, own in self.prompts.items():
-            length = len(own.k)
-            self.prompts[place] = own._replace(k=longer[place].k[:length], v=longer[place].v[:length])
+            length = len(own.tensors[0])
+            self.prompts[place] = own._replace(tensors=tuple(x[:length] for x in longer[place].tensors))
 
     def backward(self) -> None:
         """Send what has come back to its leaves through its graph, once, and to the stage above."""
-        handles = [handle for each in self.prompts.values() for handle in each[2:]]
+        handles = [handle for each in self.prompts.values() for handle in each.handles]
         if not self.in_step and all(leaf.grad is None for leaf in (self.leaf, *handles)):
             self.prompts, self.kept = {}, {}
             return
@@ -85,15 +85,15 @@ class ComputedStage:
         # Also where nothing came back: FSDP2 gathers a layer's parameters when its output gets a gradient.
         send(self.hidden, torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad)
         for place, own in self.kept.items():
-            for name, tensor in zip(("k_handle", "v_handle"), own, strict=True):
-                gradient = getattr(self.prompts[place], name).grad
+            for number, tensor in enumerate(own):
+                gradient = self.prompts[place].handles[number].grad
                 if gradient is None:
                     continue
                 before = len(gradient) - len(tensor)
                 send(tensor, gradient[before:])
                 if before:
                     assert self.above is not None
-                    _add_to(getattr(self.above.prompts[place], name), gradient[:before])
+                    _add_to(self.above.prompts[place].handles[number], gradient[:before])
         self.prompts = {}
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -107,17 +107,17 @@ def _add_to(leaf: Tensor, gradient: Tensor) -> None:
         leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
 
 
-def leaves_of(own: tuple[Tensor, Tensor], outer: PromptKV | None, *, always: bool) -> PromptKV:
+def leaves_of(own: tuple[Tensor, ...], outer: PromptKV | None, *, always: bool) -> PromptKV:
     """K and V of a stage's tokens, after those of the stages above, with handles that hold no memory."""
     tensors = continued(own, outer)
     needs = [always or x.requires_grad for x in own]
     if outer is not None:
-        needs = [need or handle.requires_grad for need, handle in zip(needs, outer[2:], strict=True)]
-    handles = [
+        needs = [need or handle.requires_grad for need, handle in zip(needs, outer.handles, strict=True)]
+    handles = tuple(
         torch.zeros((), dtype=accumulation_dtype(x.dtype), device=x.device).expand(x.shape).requires_grad_(need)
         for x, need in zip(tensors, needs, strict=True)
-    ]
-    return PromptKV(*tensors, *handles)
+    )
+    return PromptKV(tensors, handles)
 
 
 def watched(leaves: list[Tensor]) -> list[None] | None:

@@ -141,7 +141,13 @@ class Explanation:
             (_span(lane.ranks), len(lane.rows), int(self.layout.row_length[list(lane.rows)].sum()), lane.schedule)
             for lane in self.lanes
         ]
-        return "context parallelism\n" + tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule"))
+        table = tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule"))
+        sent = {(site.class_name, site.cut.elements, site.cut.expanded) for site in self.sites if site.cut is not None}
+        latents = "".join(
+            f"\n{name}: latents travel, {few} elements of a token and layer for {many} of keys and values"
+            for name, few, many in sorted(sent)
+        )
+        return f"context parallelism\n{table}{latents}"
 
     def _history(self) -> str:
         if not self.transformed:

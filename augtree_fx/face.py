@@ -82,8 +82,9 @@ def transform(
             unchanged, or the original forward runs, and the log says so once.
         max_wave_tokens: for groups larger than memory: branches go through the layers in waves of so many packed
             tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
-            ``None`` computes all of them at once. `prefill` gives a loop over waves instead, and computes none twice.
-            Under FSDP2 ranks tell one another how many waves they have, and run as many forwards as the longest.
+            ``None`` computes all of them at once; under a mesh the tokens of all ranks count. `prefill` gives a loop
+            over waves instead, and computes none twice. Under FSDP2 ranks tell one another how many waves they have,
+            and run as many forwards as the longest.
         memory: instead of that, what a forward and its backward may allocate in the decoder: a number of bytes, a
             string like ``"40GiB"``, or ``"auto"`` for half of what is free on a CUDA device. The caller's own, logits
             say, has to fit beside it. Branches go through waves only where they do not fit at once. Neither applies to
@@ -116,8 +117,12 @@ def transform(
         raise ValueError(
             "a planner chooses lanes and schedules for a mesh; pass mesh=, and neither lanes= nor schedule="
         )
-    if mesh is not None and (max_wave_tokens is not None or memory is not None):
-        raise NotImplementedError("waves (max_wave_tokens, memory) and mesh do not go together; leave out one of them")
+    if mesh is not None and memory is not None:
+        raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
+    if mesh is not None and max_wave_tokens is not None and (lanes is not None or planner is not None):
+        raise NotImplementedError(
+            "waves run on all ranks of a mesh at once; leave out lanes= and planner=, or max_wave_tokens="
+        )
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -158,6 +163,9 @@ def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -
     ``packed.show(out)`` is what the model itself would return for the rows. With it a compiled model is one graph:
     ``torch.compile(model, fullgraph=True)``.
 
+    On a mesh every rank passes the same layout and has the tokens of its share; keys and values travel, never what they
+    follow from (multi-head latent attention).
+
     Args:
         model: a transformed model; also wrapped by PEFT, DDP or torch.compile.
         layout: of the batch, on the model's device.
@@ -166,7 +174,7 @@ def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -
 
     Raises:
         ValueError: the model is not transformed, the layout is on another device, or ``pad_to_multiple_of`` is below 1.
-        RuntimeError: attention settings changed since `transform`.
+        RuntimeError: attention settings changed since `transform`, or ranks of a mesh differ in layout or settings.
     """
     stack = find_stack(model)
     if not is_installed(stack):

@@ -24,8 +24,9 @@ from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, Shelf
 from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
+from augtree_fx.transforms.lane_arguments import wave_arguments
 from augtree_fx.transforms.packing import make_context, packed_arguments
-from augtree_fx.transforms.parallel import described, wave_arguments
+from augtree_fx.transforms.parallel import described
 from augtree_fx.transforms.requests import refuse_waves
 from augtree_fx.transforms.skeleton import CONTEXT, named_layers
 from augtree_fx.transforms.state import StackState
@@ -100,6 +101,7 @@ class StageRunner:
     _where: list[tuple[int, int]] = field(default_factory=list)
     _watch: GradientWatch | None = None
     _offloads: list[Offload] = field(default_factory=list)
+    _lengths: tuple[int, ...] = ()  # tokens of the forward that runs, and those with the keys that it is given
 
     def begin(self) -> None:
         """Put the parameters' gradients aside.
@@ -213,6 +215,7 @@ class StageRunner:
             return Part(self.tokens_of(nodes), self._run(part, len(above), prompts, kept))
         path = () if stage is None else tuple(each.shards for each in stage.path()[::-1] if each.shards is not None)
         shards = Shards.of(part, lanes.num_ranks, min_chunk_tokens=lanes.min_chunk_tokens, above=path)
+        self._lengths = (shards.share, shards.base + shards.share)
         arguments = wave_arguments(self.stack, self.state, lanes, shards, prompts, kept)
         hidden = self._call(arguments, kept)
         tokens = shards.tokens(lanes.host.rank)
@@ -226,6 +229,7 @@ class StageRunner:
 
     def _run(self, part: TreeLayout, first_node: int, prompts: Shelf | None, kept: Shelf | None) -> Tensor:
         context = replace(make_context(part, self.state, first_node), prompts=prompts, kept=kept)
+        self._lengths = (part.num_tokens - int(part.offset[first_node]),)
         return self._call(packed_arguments(self.stack, self.state, part, context, first_node), kept)
 
     def _call(self, arguments: dict[str, Any], kept: Shelf | None) -> Tensor:
@@ -243,7 +247,8 @@ class StageRunner:
         """Under a mesh: raise RuntimeError unless all ranks run one layout, scored alike, with the same settings."""
         if self.state.lanes is not None:
             batch = described(self.stack, self.state, self.state.lanes, self.layout)
-            self.agree("a prefill", {**batch, "scored tokens": digest(predictions.row, predictions.index)})
+            scored = digest(predictions.row, predictions.index)
+            self.agree("a prefill", {**batch, "scored tokens": scored, "activations": self.dormant})
 
     def agree(self, what: str, described: dict[str, Any]) -> None:
         """Under a mesh: raise RuntimeError unless all ranks say the same."""
@@ -271,7 +276,7 @@ class StageRunner:
             return ComputedStage(nodes, tokens, above, {}, {}, tokens, nothing, nothing)
         computed: list[Part] = []  # the same ones when it is computed again
 
-        def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+        def run(kept: Shelf) -> tuple[Tensor, dict[Place, tuple[Tensor, ...]]]:
             if idle:
                 return self.idle()[:0], {}
             part = self.forward(nodes, above, kept)
@@ -281,7 +286,7 @@ class StageRunner:
 
         recompute = self.dormant == "recompute" and self.with_grad
         shelf = Shelf()
-        offload = self._offload(shelf, len(tokens)) if self.dormant == "offload" and self.with_grad else None
+        offload = self._offload(shelf) if self.dormant == "offload" and self.with_grad else None
         with torch.no_grad() if recompute else nullcontext() if offload is None else offload.hooks():
             picked, kept = run(shelf)
         leaf = picked.detach().to(accumulation_dtype(picked.dtype)).requires_grad_(recompute or picked.requires_grad)
@@ -289,7 +294,7 @@ class StageRunner:
         prompts = {place: leaves_of(x, outer_prompts.get(place), always=recompute) for place, x in kept.items()}
         if above is not None and not idle:
             above.lie_in(prompts)
-        arrivals = watched([leaf, *(handle for each in prompts.values() for handle in each[2:])])
+        arrivals = watched([leaf, *(handle for each in prompts.values() for handle in each.handles)])
         own = {} if recompute else kept
         sources = predictions.sources_among(computed[0].tokens if computed else tokens[:0])
         stage = ComputedStage(
@@ -300,7 +305,7 @@ class StageRunner:
         if recompute:
             autocast = self._autocast()
 
-            def again() -> tuple[Tensor, dict[Place, tuple[Tensor, Tensor]]]:
+            def again() -> tuple[Tensor, dict[Place, tuple[Tensor, ...]]]:
                 with torch.enable_grad(), torch.autocast(autocast[0], dtype=autocast[2], enabled=autocast[1]):
                     return run(Shelf())
 
@@ -311,7 +316,7 @@ class StageRunner:
         kind = self.layout.device.type
         return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def _offload(self, shelf: Shelf, num_tokens: int) -> Offload:
+    def _offload(self, shelf: Shelf) -> Offload:
         """Keeps what autograd saves on the host: not weights, nor K and V, which stay on the device anyway."""
 
         def weights() -> set[int]:
@@ -324,7 +329,8 @@ class StageRunner:
             if number in always or number in (x.untyped_storage()._cdata for kv in shelf.items.values() for x in kv):
                 return True
             # FSDP2 frees gathered weights without asking: what has no dim of tokens, and what is a parameter now.
-            return bool(self.groups) and (num_tokens not in tensor.shape or number in weights())
+            of_tokens = any(length in tensor.shape for length in self._lengths)
+            return bool(self.groups) and (not of_tokens or number in weights())
 
         offload = Offload(CudaMover(), stays, len(named_layers(self.stack)))
         self._offloads.append(offload)

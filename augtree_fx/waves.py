@@ -164,3 +164,9 @@ def part_of(layout: TreeLayout, nodes: IntArray) -> TreeLayout:
         position_ids=layout.position_ids[tokens],
         input_ids=layout.input_ids[tokens],
     )
+
+
+def branch_tokens(layout: TreeLayout) -> int:
+    """Tokens of the nodes that go through waves: all but prompts, which are roots with branches."""
+    childless = ~np.isin(np.arange(layout.num_nodes), layout.parent)
+    return int(layout.length[(layout.parent >= 0) | childless].sum())

@@ -6,14 +6,15 @@
                 Queries of prompts stay, and keys of prompts go around the ring for them
 
 What a rank computes on its own keys runs while the first transfer is under way. Backward hands the global out and LSE
-to every call; gradients of keys are summed over ranks in float32.
+to every call; gradients of keys are summed over ranks in float32. Where keys follow from `Latents`, these travel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -78,23 +79,100 @@ class Lane:
         return [(self.rank - distance) % self.num_ranks for distance in range(1, self.num_ranks)]
 
 
+@dataclass(frozen=True)
+class Latents:
+    """What keys and values follow from, token by token: it travels in their place, and is expanded where it arrives.
+
+    Attributes:
+        rows: ``[keys, L]``, of a rank's own keys.
+        expand: K ``[t, K, D]`` and V ``[t, K, E]`` of tokens out of their rows ``[t, L]``, differentiable.
+        parameters: what else takes gradients by ``expand``, every tensor once.
+    """
+
+    rows: Tensor
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]]
+    parameters: tuple[Tensor, ...]
+
+    @property
+    def bytes_per_key(self) -> int:
+        return self.rows.shape[1] * self.rows.itemsize
+
+    def unknown_leaves(self, *found: Tensor, rows: Sequence[Tensor]) -> int:
+        """How many leaves of a graph, up to some rows, are not parameters: their gradients would be lost."""
+        known = {id(x) for x in (*self.parameters, *rows)}
+        ends = {x.grad_fn for x in rows}
+        seen: set[Any] = set()
+        frontier: list[Any] = [x.grad_fn for x in found]
+        unknown = 0
+        while frontier:
+            node = frontier.pop()
+            if node is not None and node not in seen and node not in ends:
+                seen.add(node)
+                leaf = getattr(node, "variable", None)
+                unknown += leaf is not None and id(leaf) not in known
+                frontier += [before for before, _ in node.next_functions]
+        return unknown
+
+    def expanded_again(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaf, K and V of rows that visit, in a graph of their own."""
+        with torch.enable_grad():
+            leaf = rows.detach().requires_grad_()
+            k, v = self.expand(leaf)
+        unknown = self.unknown_leaves(k, v, rows=[leaf])
+        if unknown:
+            raise RuntimeError(
+                f"{unknown} parameters that make keys of latents were replaced between forward and backward; leave "
+                "them in place until backward is over"
+            )
+        return leaf, k, v
+
+    def gradients(self, leaf: Tensor, kv: Sequence[Tensor], dkv: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of visiting rows and of parameters."""
+        given = [gradient.to(x.dtype) for gradient, x in zip(dkv, kv, strict=True)]
+        return list(torch.autograd.grad(list(kv), [leaf, *self.parameters], given, allow_unused=True))
+
+
+class Gradients(NamedTuple):
+    """Gradients by what attention was given: those of a rank's own tensors, with what other ranks' queries send there.
+
+    Those of sinks and of the parameters of an expansion are what this rank's queries give, as a parameter's are. The
+    own keys' and values' part goes through ``k`` and ``v``, visiting ones' through ``latents`` on their own rank.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    latents: Tensor | None
+    parameters: tuple[Tensor | None, ...]
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, lane: Lane, sinks: Tensor | None, spec: AttentionSpec, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lane: Lane,
+    sinks: Tensor | None,
+    spec: AttentionSpec,
+    kernel: str,
+    latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a rank's queries.
 
     Args:
         q: ``[share, H, D]``; k: ``[share, K, D]``; v: ``[share, K, E]``, a rank's own.
         sinks: ``[H]`` or ``None``; they join each query's softmax once.
+        latents: what travels in place of k and v.
 
     Returns:
         ``out [share, H, E]``, ``lse [H, share]``, a rank's own; padding is 0 and -inf.
     """
-    arriving = _keys(k, v, lane)
+    arriving = _arriving((k, v) if latents is None else (latents.rows,), lane)
     moved = _gathered_queries(lane, q) if lane.moves_queries else None
     partials = Partials(q, v, _ranges(lane))
     partials.add_calls(q, k, v, lane.own, spec, kernel)
-    for (key, value), calls in zip(arriving, lane.remote, strict=True):
+    for visitor, calls in zip(arriving, lane.remote, strict=True):
+        key, value = visitor if latents is None or not lane.num_moving_keys else latents.expand(*visitor)
         partials.add_calls(q, key, value, calls, spec, kernel)
     if moved is not None:
         for part in _from_owners(moved, q, k, v, lane, spec, kernel):
@@ -114,32 +192,60 @@ def backward(
     sinks: Tensor | None,
     spec: AttentionSpec,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of `forward` by a rank's q, k, v, with what other ranks' queries send to its keys, and the sinks.
-
-    The sinks' gradient is that of this rank's queries alone, as a parameter's is.
-    """
+    latents: Latents | None = None,
+) -> Gradients:
+    """Gradients of `forward`; latents travel again, and are expanded again."""
     dsinks = None if sinks is None else merge.sink_gradient(dout, dlse, out, lse, sinks)
     results = Results(dout, dlse, q, out, lse)
-    arriving = _keys(k, v, lane)
+    moving = (k, v) if latents is None else (latents.rows,)
+    arriving = _arriving(moving, lane)
     moved = _gathered_results(lane, results) if lane.moves_queries else None
     dq = Sum(q, _ranges(lane))
     own = local.backward_calls(results, k, v, lane.own, dq, spec, kernel, wide=True)
     totals = [part.total() for part in own]
+    wide = accumulation_dtype(k.dtype)
+    dlatents = None if latents is None else latents.rows.new_zeros(latents.rows.shape, dtype=wide)
+    dparameters: list[Tensor | None] = [] if latents is None else [None] * len(latents.parameters)
 
-    def contributions() -> Iterator[tuple[Tensor, Tensor]]:
-        for (key, value), calls in zip(arriving, lane.remote, strict=True):
+    def contributions() -> Iterator[tuple[Tensor, ...]]:
+        for visitor, calls in zip(arriving, lane.remote, strict=True):
+            if latents is None:
+                key, value = visitor
+            else:
+                leaf, *expanded = latents.expanded_again(*visitor)
+                key, value = expanded[0].detach(), expanded[1].detach()
             dk, dv = local.backward_calls(results, key, value, calls, dq, spec, kernel, wide=True)
-            yield dk.total(), dv.total()
+            if latents is None:
+                yield dk.total(), dv.total()
+                continue
+            dleaf, *others = latents.gradients(leaf, (expanded[0], expanded[1]), (dk.total(), dv.total()))
+            for number, part in enumerate(others):
+                dparameters[number] = _added(dparameters[number], part)
+            yield (torch.zeros_like(leaf, dtype=wide) if dleaf is None else dleaf.to(wide),)
 
     if lane.remote and lane.num_moving_keys:
-        returned = _sent_home(contributions(), k, v, lane)
-        for total, part in zip(totals, returned, strict=True):
+        returned = _sent_home(contributions(), moving, lane)
+        for total, part in zip(totals if dlatents is None else [dlatents], returned, strict=True):
             total[: len(part)] += part
     if moved is not None:
         for part in _gradients_from_owners(moved, results, k, v, totals, lane, spec, kernel):
             dq.add(part)
-    return dq.total(), totals[0].to(k.dtype), totals[1].to(v.dtype), dsinks
+    return Gradients(
+        dq.total(),
+        totals[0].to(k.dtype),
+        totals[1].to(v.dtype),
+        dsinks,
+        None if latents is None or dlatents is None else dlatents.to(latents.rows.dtype),
+        tuple(dparameters),
+    )
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """A sum in the accumulation dtype, which starts from nothing."""
+    if part is None:
+        return total
+    part = part.to(accumulation_dtype(part.dtype))
+    return part if total is None else total + part
 
 
 def _ranges(lane: Lane) -> list[slice]:
@@ -158,43 +264,44 @@ def _unpacked(buffer: Tensor, like: Sequence[tuple[int, ...]]) -> tuple[Tensor, 
     return tuple(part.view(shape) for part, shape in zip(parts, like, strict=True))
 
 
-def _keys(k: Tensor, v: Tensor, lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
-    """K and V of the other ranks, the transfer of the first ones being queued now."""
+def _shapes(moving: Sequence[Tensor], lane: Lane) -> list[tuple[int, ...]]:
+    return [(lane.num_moving_keys, *x.shape[1:]) for x in moving]
+
+
+def _arriving(moving: Sequence[Tensor], lane: Lane) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of the other ranks, the transfer of the first ones being queued now; one row for each key."""
     count = lane.num_moving_keys
     if not lane.remote:
         return iter(())
-    shapes = [(count, *x.shape[1:]) for x in (k, v)]
     if not count:
-        return iter([(x.new_empty(0), x.new_empty(0)) for x in [k] * len(lane.remote)])
-    buffer = _packed(k[:count], v[:count])
+        return iter([(moving[0].new_empty(0), moving[0].new_empty(0))] * len(lane.remote))
+    buffer = _packed(*(x[:count] for x in moving))
+    shapes = _shapes(moving, lane)
     if lane.schedule == GATHER_KV:
         return _all_at_once(collectives.gather(buffer, lane.group), shapes, lane)
     return _around(collectives.pass_on(buffer, lane.group), shapes, lane)
 
 
-def _all_at_once(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
+def _all_at_once(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, ...]]:
     found = pending.wait()
     for rank in lane.others:
-        key, value = _unpacked(found[rank], shapes)
-        yield key, value
+        yield _unpacked(found[rank], shapes)
 
 
-def _around(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, Tensor]]:
+def _around(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, ...]]:
     for left in reversed(range(len(lane.remote))):
         buffer = pending.wait()
         if left:
             pending = collectives.pass_on(buffer, lane.group)  # under way while this one is attended to
-        key, value = _unpacked(buffer, shapes)
-        yield key, value
+        yield _unpacked(buffer, shapes)
 
 
-def _sent_home(contributions: Iterator[tuple[Tensor, Tensor]], k: Tensor, v: Tensor, lane: Lane) -> tuple[Tensor, ...]:
-    """Sum over the other ranks of what their queries send to this rank's moving keys, in float32."""
-    count = lane.num_moving_keys
-    shapes = [(count, *x.shape[1:]) for x in (k, v)]
+def _sent_home(contributions: Iterator[tuple[Tensor, ...]], moving: Sequence[Tensor], lane: Lane) -> tuple[Tensor, ...]:
+    """Sum over the other ranks of what their queries send to this rank's moving tensors, in float32."""
+    shapes = _shapes(moving, lane)
     if lane.schedule == GATHER_KV:
-        wide = accumulation_dtype(k.dtype)
-        sent = k.new_empty(lane.num_ranks, sum(map(math.prod, shapes)), dtype=wide)
+        wide = accumulation_dtype(moving[0].dtype)
+        sent = moving[0].new_empty(lane.num_ranks, sum(map(math.prod, shapes)), dtype=wide)
         for peer, each in zip(lane.others, contributions, strict=True):
             torch.cat([x.view(-1) for x in each], out=sent[peer])
         arrived = collectives.exchange_equal(sent, lane.group).wait()

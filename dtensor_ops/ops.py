@@ -1,14 +1,12 @@
 """Ops of context parallelism as contracts: schema, fake kernel, autograd; the work is in `attention` and `collectives`.
 
-Every op is called by all ranks of ``group`` at once, with the same ``sizes`` and ``schedule``. T tokens of a rank's
-share, H query heads, K key heads, D head size of q and k, E of v; an LSE is ``[H, T]``. ``tables`` are pairs of
-``segments`` and ``cu_seqlens`` (see `AttentionTables`): of the rank's own keys, of each other rank's, and of visiting
-queries; ``sizes`` are the fields of `Sizes`.
+Every op is called by all ranks of ``group`` at once, with the same ``schedule``. T tokens of a rank's share, H query
+heads, K key heads, D head size of q and k, E of v; an LSE is ``[H, T]``. ``segments``, ``cu_seqlens`` and ``sizes`` are
+the tensors of `LaneCalls`.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -16,48 +14,49 @@ from torch import Tensor, distributed
 
 from augtree_fx import tree_attention
 from augtree_fx.dtensor_ops import attention, collectives
-from augtree_fx.dtensor_ops.tables import Sizes, WholePath
+from augtree_fx.dtensor_ops.tables import LaneCalls
 from augtree_fx.ops import READS_HOST_TABLES, define, differentiable_once
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
-from augtree_fx.tables import decode_calls
 
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-_LANE = "Tensor[] tables, Tensor? sinks, float scale, float softcap, str kernel, int[] sizes, str schedule, str group"
+_LANE = (
+    "Tensor segments, Tensor cu_seqlens, Tensor sizes, Tensor? sinks, float scale, float softcap, str kernel, "
+    "str schedule, str group"
+)
 
 
-def lane_arguments(found: WholePath, schedule: str) -> tuple[list[Tensor], list[int]]:
-    """``tables`` and ``sizes`` of a rank for a schedule."""
-    moves = schedule == attention.MOVE_Q
-    tables = (found.own, *(found.remote_prompts if moves else found.remote), *(found.visiting if moves else ()))
-    return [x for each in tables for x in (each.segments, each.cu_seqlens)], list(astuple(found.sizes))
+def lane_of(calls: LaneCalls, schedule: str, group: str) -> attention.Lane:
+    """A rank's part of the attention of a lane.
 
-
-def _lane(tables: list[Tensor], sizes: list[int], schedule: str, group: str) -> attention.Lane:
-    calls = [decode_calls(*pair) for pair in zip(tables[::2], tables[1::2], strict=True)]
+    Raises:
+        ValueError: the schedule is unknown, or the calls are of another schedule or number of ranks.
+    """
     found = collectives.group_of(group)
     others = distributed.get_world_size(found) - 1
     if schedule not in attention.SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(attention.SCHEDULES)}, got {schedule!r}")
+    sets, sizes = calls.decoded()
     expected = 1 + others * (2 if schedule == attention.MOVE_Q else 1)
-    if len(calls) != expected:
-        raise ValueError(f"{schedule} on {others + 1} ranks takes {expected} pairs of tables, got {len(calls)}")
-    return attention.Lane(calls[0], calls[1 : 1 + others], calls[1 + others :], Sizes(*sizes), schedule, found)
+    if len(sets) != expected:
+        raise ValueError(f"{schedule} on {others + 1} ranks takes {expected} sets of calls, got {len(sets)}")
+    return attention.Lane(sets[0], sets[1 : 1 + others], sets[1 + others :], sizes, schedule, found)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: list[Tensor],
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    sizes: Tensor,
     sinks: Tensor | None,
     scale: float,
     softcap: float,
     kernel: str,
-    sizes: list[int],
     schedule: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    lane = _lane(tables, sizes, schedule, group)
+    lane = lane_of(LaneCalls(segments, cu_seqlens, sizes), schedule, group)
     return attention.forward(q, k, v, lane, sinks, AttentionSpec(scale, 0, softcap), kernel)
 
 
@@ -73,18 +72,20 @@ def _attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    tables: list[Tensor],
+    segments: Tensor,
+    cu_seqlens: Tensor,
+    sizes: Tensor,
     sinks: Tensor | None,
     scale: float,
     softcap: float,
     kernel: str,
-    sizes: list[int],
     schedule: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lane, spec = _lane(tables, sizes, schedule, group), AttentionSpec(scale, 0, softcap)
-    dq, dk, dv, dsinks = attention.backward(dout, dlse, q, k, v, out, lse, lane, sinks, spec, kernel)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    lane = lane_of(LaneCalls(segments, cu_seqlens, sizes), schedule, group)
+    spec = AttentionSpec(scale, 0, softcap)
+    found = attention.backward(dout, dlse, q, k, v, out, lse, lane, sinks, spec, kernel)
+    return found.q, found.k, found.v, q.new_empty(0) if found.sinks is None else found.sinks
 
 
 def _gradients_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -94,24 +95,24 @@ def _gradients_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tu
 
 def _attend_backward_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    tables: list[Tensor], sinks: Tensor | None, *_: Any,
+    segments: Tensor, cu_seqlens: Tensor, sizes: Tensor, sinks: Tensor | None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _gradients_fake(q, k, v, sinks)
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, tables, sinks, *ctx.spec = inputs
+    q, k, v, *calls, sinks, ctx.spec = *inputs[:7], inputs[7:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, sinks, *tables)
+    ctx.save_for_backward(q, k, v, *output, *calls, sinks)
 
 
 def _attend_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, *tables = ctx.saved_tensors
+    q, k, v, out, lse, *calls, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dsinks = torch.ops.augtree.context_parallel_attention_backward(
-        dout, dlse, q, k, v, out, lse, tables, sinks, *ctx.spec
+        dout, dlse, q, k, v, out, lse, *calls, sinks, *ctx.spec
     )
-    return dq, dk, dv, [None] * len(tables), None if sinks is None else dsinks, *[None] * len(ctx.spec)
+    return dq, dk, dv, None, None, None, None if sinks is None else dsinks, *[None] * len(ctx.spec)
 
 
 define(
@@ -162,7 +163,7 @@ def _bring_back_fake(
 
 def _save_fetch(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     tokens, *tables, ctx.group = inputs
-    ctx.own = len(tokens)
+    ctx.own = tokens.shape[0]  # len() would be a constant of a compiled graph
     ctx.save_for_backward(*tables)
 
 

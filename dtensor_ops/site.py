@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from augtree_fx.dtensor_ops import latents as latent_attention
 from augtree_fx.dtensor_ops import ops, tables
+from augtree_fx.dtensor_ops.attention import MOVE_Q, Latents
 from augtree_fx.dtensor_ops.shards import Shards
-from augtree_fx.dtensor_ops.tables import Reached, WholePath
+from augtree_fx.dtensor_ops.tables import LaneCalls, Reached
+from augtree_fx.reference import AttentionSpec
 from augtree_fx.tables import Span
 
 
@@ -22,24 +25,37 @@ class LaneTables:
         by_span: of layers that see their whole path (``None``), a window or chunks of it.
         schedule: for whole paths, one of `attention.SCHEDULES`; windows are always sent what they reach.
         group: name of the lane's process group.
+        latents: whether layers may send what keys follow from, see `Latents`; the same on all ranks.
     """
 
-    by_span: Mapping[Span, WholePath | Reached]
+    by_span: Mapping[Span, LaneCalls | Reached]
     schedule: str
     group: str
+    latents: bool = False
+
+    @property
+    def bucket(self) -> tuple[Hashable, ...]:
+        """What a compiled model is specialised on."""
+        windows = frozenset(span for span, found in self.by_span.items() if isinstance(found, Reached))
+        return windows, self.schedule, self.group, self.latents
 
     @staticmethod
-    def of(shards: Shards, rank: int, spans: set[Span], schedule: str, group: str) -> LaneTables:
+    def of(
+        shards: Shards, rank: int, spans: set[Span], schedule: str, group: str, *, latents: bool = False
+    ) -> LaneTables:
         """Tables of a rank of a lane."""
+        whole: LaneCalls | None = None
         longest = int((shards.layout.path_start + shards.layout.length).max(initial=0))
-        found: dict[Span, WholePath | Reached] = {}
+        found: dict[Span, LaneCalls | Reached] = {}
         for span in spans:
             sees_all = span is None or (span.size if isinstance(span, tables.Chunks) else span) >= longest
             if sees_all:
-                found[span] = found[None] if None in found else tables.whole_path(shards, rank)
+                if whole is None:
+                    whole = LaneCalls.of(tables.whole_path(shards, rank), moves_queries=schedule == MOVE_Q)
+                found[span] = whole
             else:
                 found[span] = tables.reached(shards, rank, span)
-        return LaneTables(found, schedule, group)
+        return LaneTables(found, schedule, group, latents)
 
 
 def attend(
@@ -52,6 +68,7 @@ def attend(
     scale: float,
     softcap: float,
     kernel: str,
+    latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a rank's queries to their paths, wherever these lie.
 
@@ -59,15 +76,29 @@ def attend(
         q: ``[share, H, D]``; k: ``[share, K, D]``; v: ``[share, K, E]``, local.
         span: what a query sees of its path.
         sinks: ``[H]`` or ``None``.
+        latents: what may travel in place of k and v; it does where queries see their whole path.
 
     Returns:
         ``out [share, H, E]``, ``lse [H, share]``, local.
     """
     found = lane.by_span[span]
-    if isinstance(found, WholePath):
-        numbers, sizes = ops.lane_arguments(found, lane.schedule)
+    if isinstance(found, LaneCalls):
+        if latents is not None:
+            whole = ops.lane_of(found, lane.schedule, lane.group)
+            return latent_attention.attend(q, k, v, latents, whole, sinks, AttentionSpec(scale, 0, softcap), kernel)
         return torch.ops.augtree.context_parallel_attention(
-            q, k, v, numbers, sinks, scale, softcap, kernel, sizes, lane.schedule, lane.group
+            q,
+            k,
+            v,
+            found.segments,
+            found.cu_seqlens,
+            found.sizes,
+            sinks,
+            scale,
+            softcap,
+            kernel,
+            lane.schedule,
+            lane.group,
         )
     moved = (found.sent, found.num_sent, found.num_received)
     k, v = (torch.ops.augtree.fetch_tokens(x, *moved, lane.group) for x in (k, v))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from augtree_fx.dtensor_ops.shards import Shards
-from augtree_fx.tables import AttentionTables, Chunks, Segment, Span, path_end, split_calls, tables_of
+from augtree_fx.tables import (
+    AttentionTables,
+    Calls,
+    Chunks,
+    Segment,
+    Span,
+    decode_calls,
+    path_end,
+    split_calls,
+    tables_of,
+)
 from augtree_fx.trie import IntArray
 
 Interval = tuple[int, int]
@@ -68,6 +78,48 @@ class Reached:
     sent: Tensor
     num_sent: Tensor
     num_received: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LaneCalls:
+    """Calls of a rank for one schedule as three tensors, the form in which they are arguments of an op.
+
+    What is in them is data to a compiled graph: only lengths could be specialised on, and none is 0 or 1.
+
+    Attributes:
+        segments: ``[n, 6]`` int64 on the host, and cu_seqlens: ``[2, m]`` int32 on the device, of one set of calls
+            after another (see `AttentionTables`): of own keys, of those of each other rank, of visiting queries.
+        sizes: int64 on the host: the fields of `Sizes`, then the numbers of segments and calls of each set.
+    """
+
+    segments: Tensor
+    cu_seqlens: Tensor
+    sizes: Tensor
+
+    @staticmethod
+    def of(found: WholePath, *, moves_queries: bool) -> LaneCalls:
+        """Those of a schedule."""
+        remote = found.remote_prompts + found.visiting if moves_queries else found.remote
+        sets = (found.own, *remote)
+        counts = [number for each in sets for number in (len(each.segments), each.num_calls)]
+        segments, cu_seqlens = [x.segments for x in sets], [x.cu_seqlens for x in sets]
+        device = found.own.cu_seqlens.device
+        return LaneCalls(
+            torch.cat([*segments, torch.zeros(2, 6, dtype=torch.int64)]),
+            torch.cat([*cu_seqlens, torch.zeros(2, 2, dtype=torch.int32, device=device)], 1),
+            torch.tensor([*astuple(found.sizes), *counts]),
+        )
+
+    def decoded(self) -> tuple[list[Calls], Sizes]:
+        """The sets of calls, and what moves."""
+        num_sizes = len(fields(Sizes))
+        numbers = self.sizes.tolist()
+        sets, row, column = [], 0, 0
+        for segments, calls in zip(numbers[num_sizes::2], numbers[num_sizes + 1 :: 2], strict=True):
+            rows, columns = slice(row, row + segments), slice(column, column + segments + calls)
+            sets.append(decode_calls(self.segments[rows], self.cu_seqlens[:, columns]))
+            row, column = rows.stop, columns.stop
+        return sets, Sizes(*numbers[:num_sizes])
 
 
 class Paths:

@@ -148,12 +148,12 @@ def pooled_errors(name: str, depth: int, style: str, lonely: bool, **options: An
     return families.errors(got, families.Result(results[rank].logits, means))
 
 
-def sharded_errors(rows: str) -> dict[str, float]:
+def sharded_errors(rows: str, **options: Any) -> dict[str, float]:
     """FSDP2 over the same ranks: it averages gradients, and nothing needs a factor."""
     from test_parallel_wrappers import fsdp2, step
 
     plain, batch, truth = model_and_truth("llama", 2, "right")
-    model = parallel_model(plain, rows=rows, wrap=fsdp2)
+    model = parallel_model(plain, rows=rows, wrap=fsdp2, **options)
     return families.errors(step(model, batch, list(truth.gradients)), truth)
 
 
@@ -170,11 +170,11 @@ def layout_errors(schedule: str) -> dict[str, float]:
 
 
 def wave_errors(
-    name: str, depth: int, max_tokens: int, schedule: str | None = None, **options: Any
+    name: str, depth: int, max_tokens: int, schedule: str | None = None, wrap: Wrap | None = None, **options: Any
 ) -> dict[str, float]:
     """Waves of all ranks together: every rank has the loss of what its tokens predict, so gradients are summed."""
     plain, batch, truth = model_and_truth(name, depth, "right")
-    model = parallel_model(plain, schedule=schedule)
+    model = parallel_model(plain, schedule=schedule, wrap=wrap)
     layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
     generator = torch.Generator().manual_seed(7)  # as `families.objective` draws
     advantages = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
@@ -195,6 +195,9 @@ def wave_errors(
     expected[:, 0] = 0
     assert torch.equal(seen.long(), expected), "every token is scored on one rank"
     gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+    if wrap is not None:  # FSDP2 averages them
+        whole = {key: gradient.full_tensor() * distributed.get_world_size() for key, gradient in gradients.items()}
+        return families.errors(families.Result(truth.logits, whole), truth)
     for gradient in gradients.values():
         distributed.all_reduce(gradient)
     return families.errors(families.Result(truth.logits, gradients), truth)

@@ -15,10 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.library import opcheck
 
 from augtree_fx import TreeLayout
-from augtree_fx.dtensor_ops.ops import lane_arguments
+from augtree_fx.dtensor_ops.attention import MOVE_Q
 from augtree_fx.dtensor_ops.placement import PartialSoftmax, partials_from_local, unpack_partials
 from augtree_fx.dtensor_ops.shards import Shards
-from augtree_fx.dtensor_ops.tables import whole_path
+from augtree_fx.dtensor_ops.tables import LaneCalls, whole_path
 
 HEADS, SIZE = 4, 3
 
@@ -264,13 +264,14 @@ def check_attention_op(schedule: str) -> None:
     ops, group = torch.ops.augtree, distributed.group.WORLD.group_name
     layout = TreeLayout.from_groups([[1] * 9, [2, 3]], [[[4], [5, 5]], [[6, 6, 6]]])
     shards = Shards.of(layout, distributed.get_world_size(), min_chunk_tokens=1)
-    tables, sizes = lane_arguments(whole_path(shards, distributed.get_rank()), schedule)
+    found = LaneCalls.of(whole_path(shards, distributed.get_rank()), moves_queries=schedule == MOVE_Q)
+    calls = (found.segments, found.cu_seqlens, found.sizes)
     q, k, v = (random(shards.share, heads, 4, seed=heads).requires_grad_() for heads in (4, 2, 2))
     sinks = random(4, seed=3).requires_grad_()
-    rest = (tables, sinks, 0.4, 0.0, "reference", sizes, schedule, group)
+    rest = (*calls, sinks, 0.4, 0.0, "reference", schedule, group)
     opcheck(ops.context_parallel_attention.default, (q, k, v, *rest))
     plain = [x.detach() for x in (q, k, v)]
-    rest = (tables, sinks.detach(), *rest[2:])
+    rest = (*calls, sinks.detach(), *rest[4:])
     out, lse = ops.context_parallel_attention(*plain, *rest)
     for dlse in (None, torch.randn_like(lse)):
         arguments = (torch.randn_like(out), dlse, *plain, out, lse, *rest)

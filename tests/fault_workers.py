@@ -88,6 +88,37 @@ def disagreements() -> dict[str, str]:
     }
 
 
+def prefill_disagreements() -> dict[str, str]:
+    """What each rank is told when rank 1 enters `prefill`, or asks for waves, in another way than the others."""
+    differs = distributed.get_rank() == 1
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain)
+    layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    scored = torch.ones_like(batch.input_ids)
+    fewer = scored.clone()
+    fewer[:, 5] = 0
+
+    def enter(**changes: Any) -> str:
+        def run() -> None:
+            options = {"max_wave_tokens": 12} | (changes if differs else {})
+            with augtree_fx.prefill(model, layout, on_unused="skip", **options) as tree:
+                list(tree.waves())
+
+        before = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found = said(run)
+        kept = all(parameter.grad is before[name] for name, parameter in model.named_parameters())
+        assert kept or found == "no error", found
+        return found
+
+    return {
+        "none": enter(),
+        "max_prompt_tokens": enter(max_prompt_tokens=4),
+        "activations": enter(activations="recompute"),
+        "scored": enter(scored=fewer),
+        "max_wave_tokens": enter(max_wave_tokens=1000),
+    }
+
+
 def late(absent: int, seconds: float) -> str:
     """What a rank is told when one never calls forward."""
     plain, batch, _ = model_and_truth("llama", 2, "right")
@@ -112,7 +143,7 @@ def dies(folder: Path, schedule: str, victim: int, where: str) -> None:
 
     def deadly() -> None:
         if rank == victim:
-            patch = mock.patch.object(attention, "_keys", lambda *_: os._exit(1))
+            patch = mock.patch.object(attention, "_arriving", lambda *_: os._exit(1))
             patch.start()
 
     if where == "forward":
@@ -162,19 +193,19 @@ def partition_errors() -> dict[str, float]:
     return errors
 
 
-_KEYS, _WAIT, _MERGE, _SENT_HOME = attention._keys, Pending.wait, merge.partial_softmax, attention._sent_home
+_ARRIVING, _WAIT, _MERGE, _SENT_HOME = attention._arriving, Pending.wait, merge.partial_softmax, attention._sent_home
 _BACKWARD = attention.backward
 
 
 def _stale_keys(*arguments: Any) -> tuple[Tensor, ...]:
     """Backward is sent other keys than forward was, as if an optimiser step had come between."""
-    with mock.patch.object(attention, "_keys", lambda k, v, lane: _KEYS(0.9 * k, v, lane)):
+    with mock.patch.object(attention, "_arriving", lambda kv, lane: _ARRIVING((0.9 * kv[0], kv[1]), lane)):
         return _BACKWARD(*arguments)
 
 
-def _without_the_last_step(k: Tensor, v: Tensor, lane: attention.Lane) -> Iterator[tuple[Tensor, Tensor]]:
+def _without_the_last_step(kv: tuple[Tensor, ...], lane: attention.Lane) -> Iterator[tuple[Tensor, ...]]:
     """The last keys of the ring are those of the step before."""
-    found = list(_KEYS(k, v, lane))
+    found = list(_ARRIVING(kv, lane))
     return iter([*found[:-1], found[-2]])
 
 
@@ -202,7 +233,7 @@ def _lost_on_the_last_rank(*arguments: Any) -> tuple[Tensor, ...]:
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "stale keys in backward": (attention, "backward", _stale_keys, attention.ROTATE_KV),
     "stale gathered keys in backward": (attention, "backward", _stale_keys, attention.GATHER_KV),
-    "a missing step of the ring": (attention, "_keys", _without_the_last_step, attention.ROTATE_KV),
+    "a missing step of the ring": (attention, "_arriving", _without_the_last_step, attention.ROTATE_KV),
     "the LSE of another rank": (Pending, "wait", _of_another_rank, attention.MOVE_Q),
     "a sink in every partial": (merge, "partial_softmax", _sinks_in_every_partial, attention.ROTATE_KV),
     "lost gradients of one rank's keys": (attention, "_sent_home", _lost_on_the_last_rank, attention.ROTATE_KV),

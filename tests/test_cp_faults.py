@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 from attention_reference import Site
 from cp_workers import halves, model_errors, pooled_errors
-from fault_workers import PLANTED, dies, disagreements, late, partition_errors, planted_errors, small_errors
+from fault_workers import (
+    PLANTED,
+    dies,
+    disagreements,
+    late,
+    partition_errors,
+    planted_errors,
+    prefill_disagreements,
+    small_errors,
+)
 from ranks import Ranks
 from test_cp_attention import EXACT, groups
 
@@ -39,6 +48,23 @@ def test_ranks_that_disagree(worlds: World) -> None:
             if name in ("pooled", "layout"):  # other things differ with them
                 expected = difference
             assert expected in found[name] and "rank 1 differs from rank 0" in found[name], (rank, name, found[name])
+
+
+PREFILL_DIFFERENCES = {
+    "max_prompt_tokens": ("a prefill", "nodes ("),
+    "activations": ("a prefill", "activations (recompute, not keep)"),
+    "scored": ("a prefill", "scored tokens ("),
+    "max_wave_tokens": ("the cut into waves", "waves (1, not "),
+}
+
+
+def test_ranks_that_enter_prefill_with_other_settings(worlds: World) -> None:
+    """Every rank says who differs in what; nothing of it is left, and the next prefill works."""
+    for rank, found in enumerate(worlds(3).run(prefill_disagreements)):
+        assert found.pop("none") == "no error" and found.keys() == PREFILL_DIFFERENCES.keys()
+        for name, (what, difference) in PREFILL_DIFFERENCES.items():
+            expected = f"{what} must be the same on ranks [0, 1, 2]: rank 1 differs from rank 0 in {difference}"
+            assert expected in found[name], (rank, name, found[name])
 
 
 @pytest.mark.parametrize("absent", [0, 1])

@@ -6,12 +6,16 @@ Until then the target of a copy is NaN.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from cp_workers import wave_errors
 from families import one_thread, without_upcasts
+from ranks import Ranks
+from test_parallel_wrappers import fsdp2
 from torch import Tensor
 from wave_reference import assert_equal, by_rows, groups_case, in_waves, run_of, shared
 
@@ -132,3 +136,26 @@ def test_prefill(options: dict[str, Any], checkpointing: bool, monkeypatch: pyte
         outward = [number for name, number in mover.log if name == "out"]
         assert len(set(outward)) == len(outward)
     assert len(movers) == (1 if not options else 4)
+
+
+def sharded_on_a_mesh() -> tuple[dict[str, float], list[tuple[int, ...]]]:
+    """Errors of prefill under FSDP2 over the ranks of a mesh, and shapes of what left the device."""
+    shapes: list[tuple[int, ...]] = []
+
+    class Mover(LateMover):
+        def out(self, tensor: Tensor) -> tuple[Tensor, Any]:
+            shapes.append(tuple(tensor.shape))
+            return super().out(tensor)
+
+    with mock.patch.object(stages, "CudaMover", Mover), mock.patch.object(offload_module, "SMALLEST_BYTES", 0):
+        errors = wave_errors("llama", 3, 12, "rotate_kv", fsdp2, activations="offload")
+    return errors, shapes
+
+
+def test_prefill_on_a_mesh_under_fsdp2(worlds: Callable[[int], Ranks]) -> None:
+    """Activations of a rank's share leave the device, of every kind that a layer saves; gathered weights do not."""
+    for errors, shapes in worlds(3).run(sharded_on_a_mesh):
+        assert max(errors.values()) <= 1e-10
+        for size in (64, 96):  # hidden states, inside of the MLP: of three layers, of 8 of the 23 tokens of prompts
+            assert sum(shape == (1, 8, size) for shape in shapes) >= 3, shapes
+        assert not [shape for shape in shapes if shape in ((64, 64), (32, 64), (96, 64), (64, 96), (64,))]

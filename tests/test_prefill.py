@@ -468,11 +468,12 @@ def test_planted_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
             monkeypatch.setattr(computed_stage.ComputedStage, "backward", without_leaf)
         else:
-            name = {"keys": "k_handle", "values": "v_handle"}[fault]
+            number = {"keys": 0, "values": 1}[fault]
 
             def without_handle(*args: object, **options: object) -> object:
                 found = real_leaves(*args, **options)
-                return found._replace(**{name: getattr(found, name).detach()})
+                handles = [x.detach() if place == number else x for place, x in enumerate(found.handles)]
+                return found._replace(handles=tuple(handles))
 
             monkeypatch.setattr(stages, "leaves_of", without_handle)
     with KeepFloat64():

@@ -150,8 +150,8 @@ def test_handles_add_up_in_float32() -> None:
         for wave in tree.waves(2):
             wave.logprobs().sum().backward()
         prompts = tree._root.prompts
-        assert {x.grad.dtype for each in prompts.values() for x in each[2:]} == {torch.float32}
-        assert {x.untyped_storage().nbytes() for each in prompts.values() for x in each[2:]} == {4}
+        assert {x.grad.dtype for each in prompts.values() for x in each.handles} == {torch.float32}
+        assert {x.untyped_storage().nbytes() for each in prompts.values() for x in each.handles} == {4}
         assert tree._root.leaf.grad.dtype == torch.float32
 
 

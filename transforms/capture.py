@@ -19,6 +19,7 @@ from augtree_fx.tables import Chunks, Span
 from augtree_fx.transforms.classes import base_class, hides_forward
 from augtree_fx.transforms.compat import CACHE_NAMES
 from augtree_fx.transforms.features import ruled_out
+from augtree_fx.transforms.latents import Cut, find_cut
 from augtree_fx.transforms.mixers import attends, mixers_of, mixes_nothing, rewritable, unknown_mixer
 from augtree_fx.transforms.positions import position_rule
 from augtree_fx.transforms.recurrent import mixer_sites
@@ -67,6 +68,7 @@ class AttentionSite:
         carrier: what brings the tree's context to it, ``"keyword"`` or ``"mask"``.
         chunk: tokens after which its mask cuts a row, or ``None``; a query sees keys of its own chunk.
         counts: whether its forward uses the columns of tokens, by counting them.
+        cut: smaller tensors that its keys and values follow from, which ranks send one another instead.
         noise: rate of dropout other than that of attention in its forward, in training.
         scalars: plain attributes of the module when it was captured; a change means capturing anew.
     """
@@ -86,6 +88,7 @@ class AttentionSite:
     noise: float = 0.0
     chunk: int | None = None
     counts: bool = False
+    cut: Cut | None = field(default=None, repr=False)
 
     @property
     def span(self) -> Span:
@@ -404,4 +407,12 @@ def _agree(
         noise=max(trace.noise for trace in traced),
         chunk=chunk,
         counts=first.counts,
+        cut=_cut_of(traced),
     )
+
+
+def _cut_of(traced: list[_Trace]) -> Cut | None:
+    """Latents of a module with one attention call, by its traces at two lengths."""
+    first, longer = traced[0].graph, traced[2].graph  # each length in training and in evaluation
+    leaves = [node for node in first.nodes if node.target is attention_leaf]
+    return find_cut(first, longer, leaves[0]) if len(leaves) == 1 else None

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from augtree_fx.dtensor_ops.site import LaneTables
 from augtree_fx.recorder import Recorder
 from augtree_fx.tables import AttentionTables, Chunks, Span
+from augtree_fx.transforms.expansion import Expansion
 from augtree_fx.transforms.path_rows import PathRows
 
 
@@ -20,20 +21,18 @@ class PromptKV(NamedTuple):
     """K and V of tokens that were computed before, of one attention call of one layer.
 
     Attributes:
-        k: ``[S, K, D]`` without gradient; v: ``[S, K, E]``.
-        k_handle, v_handle: of the same shapes in the accumulation dtype, never read; their gradients are K's and V's.
+        tensors: K ``[S, K, D]`` and V ``[S, K, E]`` without gradient, and latents ``[S, L]`` where these travel.
+        handles: of the same shapes in the accumulation dtype, never read; their gradients are those of the tensors.
     """
 
-    k: Tensor
-    v: Tensor
-    k_handle: Tensor
-    v_handle: Tensor
+    tensors: tuple[Tensor, ...]
+    handles: tuple[Tensor, ...]
 
 
-def continued(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> list[Tensor]:
+def continued(own: tuple[Tensor, ...], outer: PromptKV | None) -> tuple[Tensor, ...]:
     """K and V of some tokens, after those of the tokens that they continue; without gradient."""
-    tensors = [x.detach() for x in own]
-    return tensors if outer is None else [torch.cat(pair) for pair in zip(outer[:2], tensors, strict=True)]
+    tensors = tuple(x.detach() for x in own)
+    return tensors if outer is None else tuple(torch.cat(pair) for pair in zip(outer.tensors, tensors, strict=True))
 
 
 Place = tuple[str, int]  # name of an attention module in its stack, and number of the call in its forward
@@ -99,11 +98,12 @@ class ReplayContext:
         """What a compiled model is specialised on: batches of one bucket run one graph, however many tokens they have.
 
         The windows whose keys have to be gathered, whether there is one level, the kernel, whether prompts were
-        computed before, and what `PathRows` say.
+        computed before, what `PathRows` say, and how a lane moves keys.
         """
         gathered = frozenset(window for window, tables in self.tables.items() if tables.kv_index is not None)
         rows = () if self.rows is None else self.rows.bucket
-        return gathered, self.one_level, self.kernel, self.prompts is not None, *rows
+        lane = () if self.lane is None else self.lane.bucket
+        return gathered, self.one_level, self.kernel, self.prompts is not None, *rows, *lane
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ReplayContext:
         """For layers on another device: the hooks of accelerate move a layer's arguments by this method."""
@@ -176,10 +176,13 @@ class SiteContext:
     Attributes:
         shared: the context of the batch.
         site: name of the module in its stack.
+        module: the module; expansion: how it makes keys and values, where ranks may send less than these.
     """
 
     shared: ReplayContext
     site: str
+    module: nn.Module | None = None
+    expansion: Expansion | None = None
 
 
 pytree.register_pytree_node(

@@ -132,13 +132,13 @@ def _tied(outputs: Any, unseen: list[Tensor]) -> Any:
     return outputs
 
 
-def refuse_cut_off(kept: Mapping[Place, tuple[Tensor, Tensor]], hidden: Tensor) -> None:
+def refuse_cut_off(kept: Mapping[Place, tuple[Tensor, ...]], hidden: Tensor) -> None:
     """Refuse K and V without a graph where only the way of checkpointing took it from them.
 
     Raises:
         NotImplementedError: layers are checkpointed reentrantly.
     """
-    if any(not k.requires_grad for k, _ in kept.values()) and _checkpoints_reentrantly(hidden):
+    if any(not k.requires_grad for k, *_ in kept.values()) and _checkpoints_reentrantly(hidden):
         raise NotImplementedError(
             "keys of checkpointed layers are not part of the graph; checkpoint with "
             "gradient_checkpointing_kwargs={'use_reentrant': False}"
@@ -163,9 +163,10 @@ def _checkpointed(function: Callable[[], Any]) -> Any:
     return checkpoint(function, use_reentrant=False) if torch.is_grad_enabled() else function()
 
 
-def _prompt_kv(own: tuple[Tensor, Tensor], outer: PromptKV | None) -> PromptKV:
-    outer_handles = (None, None) if outer is None else outer[2:]
-    return PromptKV(*continued(own, outer), *(_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True)))
+def _prompt_kv(own: tuple[Tensor, ...], outer: PromptKV | None) -> PromptKV:
+    outer_handles = [None] * len(own) if outer is None else outer.handles
+    handles = (_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True))
+    return PromptKV(continued(own, outer), tuple(handles))
 
 
 def joined(parts: Sequence[Any]) -> Any:

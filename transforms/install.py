@@ -20,6 +20,7 @@ from augtree_fx.transforms.capture import AttentionSite
 from augtree_fx.transforms.carrier import ContextMask
 from augtree_fx.transforms.classes import bound_forwards, hides_forward
 from augtree_fx.transforms.context import SiteContext
+from augtree_fx.transforms.expansion import Expansion
 from augtree_fx.transforms.path_rows import run_rows
 from augtree_fx.transforms.rewrite import rewrite_attention
 from augtree_fx.transforms.row_masks import RowMasks
@@ -44,7 +45,7 @@ def install(stack: nn.Module, sites: list[AttentionSite], state: StackState) -> 
     generated: dict[int, RewrittenForward] = {}
     for site in sites:
         if id(site.graph) not in generated:
-            generated[id(site.graph)] = RewrittenForward.of(site)
+            generated[id(site.graph)] = RewrittenForward.of(site, with_latents=state.lanes is not None)
     for site in sites:  # from here on nothing can fail
         module = stack.get_submodule(site.name)
         _set_class(module, swapped_class(type(module), attention_forward))  # type: ignore[arg-type]
@@ -90,15 +91,25 @@ def _set_class(module: nn.Module, cls: type) -> None:
 
 
 class RewrittenForward:
-    """The function of a rewritten graph: ``(self, augtree_context, ...)``. Pickles as its source.
+    """The function of a rewritten graph: ``(self, augtree_context, ...)``. Pickles as its source, without latents.
+
+    A model that has those lies on a mesh, and does not pickle.
 
     Attributes:
         source: generated Python, which also shows in tracebacks.
         arguments: names of the attention module's arguments that it takes.
+        expansion: of latents that ranks send one another, where there are such.
     """
 
-    def __init__(self, name: str, source: str, scope: dict[str, Any], arguments: tuple[str, ...]) -> None:
-        self.name, self.source, self.arguments = name, source, arguments
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        scope: dict[str, Any],
+        arguments: tuple[str, ...],
+        expansion: Expansion | None = None,
+    ) -> None:
+        self.name, self.source, self.arguments, self.expansion = name, source, arguments, expansion
         self._scope = scope
         compiled = dict(scope)
         exec(compile(source, name, "exec"), compiled)
@@ -106,16 +117,18 @@ class RewrittenForward:
         self.function = compiled["forward"]
 
     @staticmethod
-    def of(site: AttentionSite) -> RewrittenForward:
-        """Rewrite a captured site's graph and generate its function."""
+    def of(site: AttentionSite, *, with_latents: bool = False) -> RewrittenForward:
+        """Rewrite a captured site's graph and generate its function, and that of what its latents become."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(site.graph, {}))
-        rewritten = rewrite_attention(graph, site)
+        rewritten = rewrite_attention(graph, site, with_latents=with_latents)
         assert rewritten > 0, "an attention call must match, none did"
-        code = graph.python_code("self")
-        return RewrittenForward(
-            f"<augtree {site.class_name} {site.name}>", code.src, dict(code.globals), site.arguments[1:]
-        )
+        code, name, expansion = graph.python_code("self"), f"<augtree {site.class_name} {site.name}>", None
+        if with_latents and site.cut is not None:
+            behind = site.cut.graph.python_code("self")
+            expand = RewrittenForward(f"{name[:-1]}, latents>", behind.src, dict(behind.globals), ())
+            expansion = Expansion(expand.function, site.cut.dims, site.cut.modules)
+        return RewrittenForward(name, code.src, dict(code.globals), site.arguments[1:], expansion)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewrittenForward:
         return self
@@ -179,7 +192,7 @@ def attention_forward(base: type) -> Callable[..., Any]:
         if context is None:
             return original(self, *args, **kwargs)
         rewritten: RewrittenForward = getattr(self, _REWRITTEN)  # type: ignore[assignment]
-        site = SiteContext(context, getattr(self, _SITE))  # type: ignore[arg-type]
+        site = SiteContext(context, getattr(self, _SITE), self, rewritten.expansion)  # type: ignore[arg-type]
         return rewritten.function(self, site, *(given[name] for name in rewritten.arguments))
 
     return forward

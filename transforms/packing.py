@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from augtree_fx.transforms.skeleton import CONTEXT, MAPPING, MASK
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import Stage, idle_layout, part_of, token_index
+
+if TYPE_CHECKING:  # it takes what is here
+    from augtree_fx.transforms.lane_waves import LaneParts
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class PackedCall:
     index: Tensor
     shape: tuple[int, int]
     num_tokens: int
-    parts: Parts | None = None
+    parts: Parts | LaneParts | None = None
     group: str | None = None
 
     def show(self, outputs: Any) -> Any:
@@ -67,8 +70,8 @@ class Parts:
     tokens: TokenInputs | None
     extras: dict[str, Any]
 
-    def run(self, stack: nn.Module, state: StackState, original: Callable[..., Any]) -> tuple[Any, Tensor]:
-        """Outputs of all parts as of one forward, and which of its tokens each slot shows."""
+    def run(self, stack: nn.Module, state: StackState, original: Callable[..., Any]) -> tuple[Any, Tensor, int]:
+        """Outputs of all parts as of one forward, which of its tokens each slot shows, and how many it has."""
 
         def forward(nodes: IntArray, above: IntArray, prompts: Any, kept: Any) -> Any:
             part = part_of(self.layout, np.concatenate([above, nodes]))
@@ -81,7 +84,8 @@ class Parts:
         outputs, nodes = run_in_waves(self.plan, forward, idle_forward(stack, state, original, self.layout.device))
         place = np.full(self.layout.num_tokens + 1, -1, dtype=np.int64)  # the last entry is for padding, -1
         place[token_index(self.layout, nodes)] = np.arange(self.layout.num_tokens)
-        return outputs, torch.from_numpy(place[self.layout.packed_index]).to(self.layout.device)
+        index = torch.from_numpy(place[self.layout.packed_index]).to(self.layout.device)
+        return outputs, index, self.layout.num_tokens
 
 
 def idle_forward(

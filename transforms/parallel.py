@@ -15,25 +15,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from augtree_fx.dtensor_ops import collectives
 from augtree_fx.dtensor_ops.agreement import digest
-from augtree_fx.dtensor_ops.lanes import LanePart, Lanes, one_pass_schedule, wave_schedule
-from augtree_fx.dtensor_ops.shards import Shards
-from augtree_fx.dtensor_ops.site import LaneTables
+from augtree_fx.dtensor_ops.lanes import LanePart, Lanes
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import HostRows
-from augtree_fx.transforms.context import ReplayContext, Shelf
-from augtree_fx.transforms.packing import PackedCall, carrying_mask, check_sites
-from augtree_fx.transforms.path_rows import columns
+from augtree_fx.transforms.lane_arguments import local_arguments
+from augtree_fx.transforms.lane_waves import LaneParts
+from augtree_fx.transforms.packing import PackedCall
 from augtree_fx.transforms.requests import Unshared, costs_of, has_cache, read_rows, refuse_waves
-from augtree_fx.transforms.skeleton import CONTEXT
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
+from augtree_fx.waves import branch_tokens, plan_waves
 
 ROWS = ("replicated", "pooled")
 
 
-def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any]) -> PackedCall:
+def pack_rows(
+    stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any], *, compiled: bool = False
+) -> PackedCall:
     """The packed call of this rank's share of a batch.
 
     Args:
@@ -41,6 +40,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         state: its settings.
         lanes: the ranks.
         given: this rank's arguments by name.
+        compiled: the stack runs as a compiled graph, which holds no module to expand `Latents` with.
 
     Raises:
         Unshared: no rank can share its rows, for the same reason; or this one generates, for itself.
@@ -56,7 +56,7 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
         reason = str(unshared) or "it asks for a KV cache, or generates"
     except (ValueError, NotImplementedError) as raised:
         reason, error = str(raised), raised
-    said = {"what hinders sharing": reason, **_settings(stack, state, lanes)}
+    said = {"what hinders sharing": reason, "compiled": compiled, **_settings(stack, state, lanes)}
     if rows is not None and lanes.rows == "replicated":
         said |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
     pooled = rows if lanes.rows == "pooled" else None
@@ -79,14 +79,32 @@ def pack_rows(stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[
     layout = TreeLayout.from_rows(rows, costs=costs)
     if state.recorder is not None:
         state.recorder.last.layout = layout
-    part = lanes.part(layout, subtree)
     state.counts.add_rows(layout.num_row_tokens)
+    if state.max_wave_tokens is not None and branch_tokens(layout) > state.max_wave_tokens:
+        return _call_in_waves(stack, state, lanes, layout, own, shape)
+    part = lanes.part(layout, subtree)
     state.counts.add_shared(layout.num_row_tokens, part.num_tokens, 0, layout.row_group)
-    return _packed_call(stack, state, lanes, part, part.index[own], shape)
+    return _packed_call(stack, state, lanes, part, part.index[own], shape, latents=not compiled)
+
+
+def _call_in_waves(
+    stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout, own: slice, shape: tuple[int, int]
+) -> PackedCall:
+    """The call of a batch in waves."""
+    try:
+        _refuse(stack, state, lanes, layout)
+    except NotImplementedError as error:
+        if state.strict:
+            raise
+        raise Unshared(str(error)) from error
+    plan = plan_waves(layout, state.max_wave_tokens)
+    state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())), layout.row_group)
+    index = torch.from_numpy(layout.packed_index[own])
+    return PackedCall({}, index, shape, layout.num_tokens, LaneParts(plan, layout, lanes, own), lanes.group)
 
 
 def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> PackedCall:
-    """The packed call of this rank's share of an explicit layout, which all ranks pass.
+    """The packed call of this rank's share of an explicit layout, which all ranks pass; fit for a compiled graph.
 
     Raises:
         RuntimeError: ranks disagree on the layout.
@@ -97,7 +115,7 @@ def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeL
         raise ValueError(f"an explicit layout of {layout.num_rows} rows runs in one lane, got one of {len(some)} rows")
 
     part = lanes.part(layout, subtree)
-    return _packed_call(stack, state, lanes, part, part.index, layout.shape)
+    return _packed_call(stack, state, lanes, part, part.index, layout.shape, latents=False)
 
 
 def described(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> dict[str, Any]:
@@ -118,6 +136,7 @@ def _settings(stack: nn.Module, state: StackState, lanes: Lanes) -> dict[str, An
         "chunks": lanes.min_chunk_tokens,
         "costs": str(state.costs),
         "kernel": state.kernel,
+        "max_wave_tokens": state.max_wave_tokens,
         "dtype": str(autocast or weight.dtype),
         "attention": f"{len(state.sites)} modules of spans {sorted({str(site.span) for site in state.sites})}",
         "gradients": torch.is_grad_enabled(),
@@ -139,63 +158,17 @@ def _pool(found: list[tuple[IntArray, IntArray, IntArray]], rank: int, device: t
 
 
 def _packed_call(
-    stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int]
-) -> PackedCall:
-    refuse_waves(stack, state, part.layout)
-    if lanes.rows == "pooled" and any(site.counts for site in state.sites):
-        raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")
-    arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group)
+    stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int],
+    *, latents: bool,
+) -> PackedCall:  # fmt: skip
+    _refuse(stack, state, lanes, part.layout)
+    arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group, latents=latents)
     index_there = torch.from_numpy(index).to(part.layout.device)
     return PackedCall(arguments, index_there, shape, part.share, group=lanes.group)
 
 
-def wave_arguments(
-    stack: nn.Module, state: StackState, lanes: Lanes, shards: Shards, prompts: Shelf | None, kept: Shelf | None
-) -> dict[str, Any]:
-    """Keywords of the stack's forward for a rank's share of a stage or a wave, all ranks being one lane.
-
-    Args:
-        shards: of its nodes, on top of the stages above.
-        prompts, kept: see `ReplayContext`; K and V of this rank's shares.
-    """
-    config: Any = stack.config
-    heads = config.num_attention_heads
-    kv_share = (getattr(config, "num_key_value_heads", None) or heads) / heads
-    schedule = lanes.schedule
-    if schedule is None and shards.above:
-        first = int(shards.layout.offset[sum(each.num_nodes for each in shards.above)])
-        schedule = wave_schedule(first, shards.layout.num_tokens - first, kv_share)
-    schedule = schedule or one_pass_schedule(shards.layout)
-    return local_arguments(stack, state, shards, lanes.host.rank, schedule, lanes.group, prompts, kept)
-
-
-def local_arguments(
-    stack: nn.Module, state: StackState, shards: Shards, rank: int, schedule: str, group: str,
-    prompts: Shelf | None = None, kept: Shelf | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Keywords of the stack's forward for the share of a rank of a lane."""
-    check_sites(stack, state)
-    layout, device, tokens = shards.layout, shards.layout.device, shards.tokens(rank)
-    counts = any(site.counts for site in state.sites)
-    ids, positions, counted = (
-        torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens))).to(device, non_blocking=True)
-        for x in (layout.input_ids, layout.position_ids, columns(layout))
-    )
-    if state.recorder is not None:
-        collectives.watch(group, state.recorder)
-    tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group)
-    context = ReplayContext(
-        {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables,
-        recorder=state.recorder,
-    )  # fmt: skip
-    return {
-        "input_ids": ids[None],
-        "attention_mask": carrying_mask(stack, state, context, device),
-        "position_ids": positions[None],
-        "use_cache": False,
-        CONTEXT: context,
-    }
-
-
-def _taken(values: IntArray, tokens: IntArray) -> IntArray:
-    return values[np.maximum(tokens, 0)] if len(values) else np.zeros_like(tokens)
+def _refuse(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> None:
+    """Raise NotImplementedError where a batch cannot be computed in shares."""
+    refuse_waves(stack, state, layout)
+    if lanes.rows == "pooled" and any(site.counts for site in state.sites):
+        raise NotImplementedError("a layer counts the columns of tokens, which rows of several ranks do not share")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
+from augtree_fx.dtensor_ops.attention import Latents
 from augtree_fx.dtensor_ops.site import attend
 from augtree_fx.tables import Chunks
 from augtree_fx.transforms.tracer import attention_leaf
@@ -33,6 +35,7 @@ def tree_attention(
     chunk: int | None = None,
     call: int = 0,
     s_aux: Tensor | None = None,
+    latents: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """What replaces it: every token attends to its node, causally, and to all of its ancestors.
 
@@ -42,11 +45,12 @@ def tree_attention(
         scale, window, softcap, chunk: as captured from the call and its mask.
         call: number of the call in the module's forward.
         s_aux: ``[H]`` sink logits.
+        latents: what key and value follow from, see `Cut`, where the site has any.
 
     Returns:
         ``[1, T, H, E]``, as attention interfaces return it.
     """
-    options = (scale, window, softcap, chunk, call, s_aux)
+    options = (scale, window, softcap, chunk, call, s_aux, latents)
     if site.shared.recorder is None or torch.compiler.is_compiling():
         return _attend(query, key, value, site, *options)
     return site.shared.recorder.attention(lambda q, k, v: _attend(q, k, v, site, *options), query, key, value)
@@ -63,25 +67,31 @@ def _attend(
     chunk: int | None,
     call: int,
     s_aux: Tensor | None,
+    latents: tuple[Tensor, ...],
 ) -> Tensor:
     context, place = site.shared, (site.site, call)
     query, key, value = _autocast(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    moving = _moving(site, latents, k, v)
+    own = (k, v) if moving is None else (k, v, moving.rows)
     if context.kept is not None:
-        context.kept.setdefault(place, (k, v))  # what a checkpointed layer computes again is not kept again
+        context.kept.setdefault(place, own)  # what a checkpointed layer computes again is not kept again
     span = window if chunk is None else Chunks(chunk)
     if context.lane is not None:
         if context.prompts is not None:
-            prompts = context.prompts[place]
-            k = torch.ops.augtree.join_keys(prompts.k, prompts.k_handle, k)
-            v = torch.ops.augtree.join_keys(prompts.v, prompts.v_handle, v)
-        out, _ = attend(q, k, v, context.lane, span, s_aux, scale, softcap, context.kernel)
+            above = context.prompts[place]
+            pairs = zip(above.tensors, above.handles, own, strict=False)  # latents where both have them
+            own = tuple(torch.ops.augtree.join_keys(*each) for each in pairs)
+        k, v, *rows = own
+        moving = replace(moving, rows=rows[0]) if moving is not None and rows else None
+        out, _ = attend(q, k, v, context.lane, span, s_aux, scale, softcap, context.kernel, moving)
         return out[None]
     tables = context.tables[span]
     spec = (scale, (window or 0) if tables.kv_index is not None else 0, softcap, context.kernel)
     if context.prompts is not None:
+        above = context.prompts[place]
         out, _ = torch.ops.augtree.wave_attention(
-            q, k, v, *context.prompts[place], tables.segments, tables.cu_seqlens, tables.kv_index, s_aux, *spec
+            q, k, v, *above.tensors, *above.handles, tables.segments, tables.cu_seqlens, tables.kv_index, s_aux, *spec
         )
     elif tables.kv_index is None and context.one_level:
         out, _ = torch.ops.augtree.prefill_attention(q, k, v, tables.segments, tables.cu_seqlens, s_aux, *spec)
@@ -90,6 +100,15 @@ def _attend(
             q, k, v, tables.segments, tables.cu_seqlens, tables.kv_index, s_aux, *spec
         )
     return out[None]
+
+
+def _moving(site: SiteContext, given: tuple[Tensor, ...], k: Tensor, v: Tensor) -> Latents | None:
+    """What ranks send one another in place of keys and values, where all of them do."""
+    lane = site.shared.lane
+    if not given or site.expansion is None or lane is None or not lane.latents:
+        return None
+    assert site.module is not None, "a site with an expansion is one of a module"
+    return site.expansion.latents(site.module, given, k, v)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -112,12 +131,13 @@ def token_columns(site: SiteContext) -> Tensor:
     return site.shared.columns
 
 
-def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
+def rewrite_attention(graph: fx.Graph, site: AttentionSite, *, with_latents: bool = False) -> int:
     """Replace the attention call of a captured graph in place.
 
     Args:
         graph: a captured graph; its first placeholder is the context.
         site: what was read off the call.
+        with_latents: hand over what keys and values follow from, where that is smaller.
 
     Returns:
         The number of calls replaced.
@@ -127,6 +147,9 @@ def rewrite_attention(graph: fx.Graph, site: AttentionSite) -> int:
     options: dict[str, Any] = {"scale": site.scale, "window": site.window, "softcap": site.softcap}
     if site.chunk is not None:
         options["chunk"] = site.chunk
+    if with_latents and site.cut is not None:
+        by_name = {node.name: node for node in graph.nodes}
+        options["latents"] = tuple(by_name[name] for name in site.cut.names)
     for number, node in enumerate(found):
         numbered = options | {"call": number} if number else options
         with graph.inserting_before(node):

@@ -37,7 +37,7 @@ from augtree_fx.transforms.wave_budget import (
     gathered_parameters,
     missing_gradients,
 )
-from augtree_fx.waves import Stage, plan_waves
+from augtree_fx.waves import Stage, branch_tokens, plan_waves
 
 logger = logging.getLogger("augtree_fx")
 
@@ -128,7 +128,7 @@ def _run(stack: nn.Module, state: StackState, original: Callable[..., Any], give
         return outputs
     if context is not None:  # an explicit layout: the caller packed the batch
         return call_packed(stack, state.positions, original, given)
-    packed, beside = pack(stack, state, original, given)
+    packed, beside = pack(stack, state, original, given, compiled=torch.compiler.is_compiling())
     if packed is not None and packed.parts is not None:
         return _run_parts(stack, state, original, packed)
     if packed is None:
@@ -141,8 +141,8 @@ def _run(stack: nn.Module, state: StackState, original: Callable[..., Any], give
 @torch.compiler.disable(recursive=False)
 def _run_parts(stack: nn.Module, state: StackState, original: Callable[..., Any], packed: PackedCall) -> Any:
     assert packed.parts is not None
-    outputs, index = packed.parts.run(stack, state, original)
-    return show_rows(outputs, index, packed.shape, packed.num_tokens)
+    outputs, index, num_tokens = packed.parts.run(stack, state, original)
+    return show_rows(outputs, index, packed.shape, num_tokens, packed.group)
 
 
 @torch.compiler.disable(recursive=False)
@@ -152,16 +152,16 @@ def _run_beside(stack: nn.Module, state: StackState, original: Callable[..., Any
 
 @torch.compiler.disable
 def pack(
-    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], *, compiled: bool
 ) -> tuple[PackedCall | None, Stage | None]:
     """The packed call of a batch, or ``None`` for the original forward. The one break of a compiled model.
 
     Also what other ranks run in waves meanwhile, where that is more than this rank does.
     """
     if state.recorder is None:
-        return _pack_now(stack, state, original, given)
+        return _pack_now(stack, state, original, given, compiled)
     with state.recorder.span(Phase.PACKING):
-        packed = _pack_now(stack, state, original, given)
+        packed = _pack_now(stack, state, original, given, compiled)
     context = None if packed[0] is None else packed[0].arguments.get(CONTEXT)
     if context is not None and context.lane is not None:
         state.recorder.last.schedule = context.lane.schedule
@@ -169,17 +169,18 @@ def pack(
 
 
 def _pack_now(
-    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any]
+    stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], compiled: bool
 ) -> tuple[PackedCall | None, Stage | None]:
-    if state.lanes is not None:
-        return _pack_for_lanes(stack, state, state.lanes, given), None
     in_waves = (state.max_wave_tokens or state.memory) is not None and not has_cache(given)
     groups = groups_of(stack) if in_waves else []
     if groups and state.memory is not None:
         _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
     try:
-        packed = _pack(stack, state, original, given, groups)
-    except (ValueError, NotImplementedError):
+        if state.lanes is not None:
+            packed = _pack_for_lanes(stack, state, state.lanes, given, compiled)
+        else:
+            packed = _pack(stack, state, original, given, groups)
+    except (ValueError, RuntimeError):
         give_up(groups)
         raise
     if not in_waves:
@@ -203,7 +204,7 @@ def _pack(
     max_tokens = state.max_wave_tokens
     if state.memory is not None:
         max_tokens = _chosen(stack, state, original, layout, groups)
-    waves = max_tokens is not None and _branch_tokens(layout) > max_tokens
+    waves = max_tokens is not None and branch_tokens(layout) > max_tokens
     if waves:
         try:
             refuse_waves(stack, state, layout)
@@ -226,14 +227,18 @@ def _pack(
     return replace(call, arguments=extras | arguments)
 
 
-def _pack_for_lanes(stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any]) -> PackedCall | None:
+def _pack_for_lanes(
+    stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any], compiled: bool
+) -> PackedCall | None:
     try:
-        call = parallel.pack_rows(stack, state, lanes, given)
+        call = parallel.pack_rows(stack, state, lanes, given, compiled=compiled)
     except Unshared as reason:
         _note(state, str(reason))
         return None
     state.num_shared += 1
     extras = {name: value for name, value in given.items() if name not in (*REPLACED, *PACKING)}
+    if call.parts is not None:
+        return replace(call, parts=replace(call.parts, extras=extras))
     return replace(call, arguments=extras | call.arguments)
 
 
@@ -253,12 +258,6 @@ def _chosen(
 def _footprint(stack: nn.Module, state: StackState, original: Callable[..., Any]) -> Footprint:
     embeddings: Any = stack.get_input_embeddings
     return footprint(stack, state, idle_forward(stack, state, original, embeddings().weight.device))
-
-
-def _branch_tokens(layout: TreeLayout) -> int:
-    """Tokens of the nodes that go through waves: all but prompts, which are roots with branches."""
-    childless = ~np.isin(np.arange(layout.num_nodes), layout.parent)
-    return int(layout.length[(layout.parent >= 0) | childless].sum())
 
 
 def _note(state: StackState, reason: str) -> None:
