@@ -112,7 +112,8 @@ def run(world: World, options: Options) -> int:
               f"median of {options.repeats} updates after one")  # fmt: skip
     passed = True
     for shape in options.shapes:
-        kept = results.case(model=options.model, shape=vars(shape), bounds=_bounds(options.dtype))
+        layers = options.layers or models.SIZES[options.model].num_hidden_layers
+        kept = results.case(model=options.model, layers=layers, shape=vars(shape), bounds=_bounds(options.dtype))
         plain: Outcome | None = None
         for contender in contenders(options, shape, world.size):
             timing.free_memory(world.device)
@@ -276,8 +277,9 @@ def table(kept: dict[str, Any]) -> str:
     if any(row["passed"] is False for row in kept["rows"]):
         reasons.append(f"FAILED: a difference above {bounds}")
     head = (
-        f"update stage of TRL's GRPOTrainer, Qwen3 {kept['model']}, gradient checkpointing, {shape} tokens; the loss "
-        "differs by an absolute number, norm and gradients (the worst of twelve matrices) by relative ones"
+        f"update stage of TRL's GRPOTrainer, Qwen3 {kept['model']}, {kept['layers']} layers, gradient "
+        f"checkpointing, {shape} tokens; the loss differs by an absolute number, norm and gradients (the worst "
+        "sampled matrix) by relative ones"
     )
     return "\n".join([head, tabulate(lines, headers=headers, disable_numparse=True), *reasons])
 
