@@ -20,7 +20,7 @@ from peft import LoraConfig
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from trl_runs import Run, arguments, digit_share, preferences, prompts, tokenizer
+from trl_runs import LlamaForCausalLM, Run, arguments, digit_share, judged, preferences, prompts, tokenizer
 
 from augtree_fx import CostModel
 from augtree_fx.integrations import trl as integration
@@ -143,6 +143,18 @@ def build(kind: str, family: str, folder: str, *, use_lora: bool, sharded: bool,
     shared: dict[str, Any] = {"processing_class": tokenizer(), "peft_config": lora() if use_lora else None}
     if kind == "dpo":
         return wrap(trl.DPOTrainer)(model, args=trl.DPOConfig(**given), train_dataset=preferences(), **shared)
+    if kind == "kto":
+        config = trl.KTOConfig(**given, train_sampling_strategy="sequential")
+        return wrap(trl.KTOTrainer)(model, args=config, train_dataset=judged(), **shared)
+    if kind == "online":
+        from trl.experimental import online_dpo
+
+        del given["model_init_kwargs"], shared["peft_config"]
+        config = online_dpo.OnlineDPOConfig(**given, max_new_tokens=8, max_length=128)
+        policy = LlamaForCausalLM.from_pretrained(model, dtype="auto")
+        return wrap(online_dpo.OnlineDPOTrainer)(
+            policy, reward_funcs=digit_share, args=config, train_dataset=prompts(), **shared
+        )
     config, trainer_class = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
     if sharded:  # of one length: ranks that generate longer than others would wait for FSDP2's transfers alone
         given["generation_kwargs"] = {"min_new_tokens": given["max_completion_length"]}
@@ -156,7 +168,7 @@ def both(kind: str, family: str, folder: str, options: dict[str, Any]) -> Found:
     """The plain trainer's run and ours, on the same ranks with the same rows.
 
     Args:
-        kind: ``"grpo"``, ``"rloo"`` or ``"dpo"``.
+        kind: ``"grpo"``, ``"rloo"``, ``"dpo"``, ``"kto"`` or ``"online"`` (OnlineDPO).
         family: of the model.
         folder: where its checkpoint lies.
         options: ``use_lora``, ``sharded`` (FSDP2), ``degree``, ``as_dealt`` (the plain trainer's rows stay as it deals
@@ -166,7 +178,7 @@ def both(kind: str, family: str, folder: str, options: dict[str, Any]) -> Found:
     transformers.logging.set_verbosity_error()
     options = {"use_lora": False, "sharded": False, **options}
     degree, evaluate = options.pop("degree", None), options.pop("evaluate", False)
-    as_dealt = options.pop("as_dealt", kind == "dpo")
+    as_dealt = options.pop("as_dealt", kind not in ("grpo", "rloo"))
     made = functools.partial(build, kind, family, folder, **options)
     computed: list[int] = []
 

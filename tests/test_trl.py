@@ -107,15 +107,6 @@ def test_rloo(checkpoints: dict[str, str], tmp_path: Path, use_lora: bool) -> No
     assert min(got.metric("augtree/token_ratio")) > 1.3
 
 
-def judged() -> Any:
-    rows = [
-        {"prompt": x["prompt"], "completion": x[kind], "label": kind == "chosen"}
-        for x in trl_runs.preferences()
-        for kind in ("chosen", "rejected")
-    ]
-    return trl_runs.Dataset.from_list(rows)
-
-
 @pytest.mark.parametrize(
     ("use_lora", "checkpointing"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
 )
@@ -140,7 +131,7 @@ def test_kto(checkpoints: dict[str, str], tmp_path: Path) -> None:
         return trl.KTOTrainer(
             checkpoints["qwen3"],
             args=trl.KTOConfig(**arguments(str(tmp_path), train_sampling_strategy="sequential", **changes)),
-            train_dataset=judged(), processing_class=tokenizer(),
+            train_dataset=trl_runs.judged(), processing_class=tokenizer(),
         )  # fmt: skip
 
     expected, got = train(make), train(lambda: enabled(make()))

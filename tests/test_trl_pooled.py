@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def pooled(ranks: Ranks, kind: str, family: str, folder: str, **options: Any) -> list[Found]:
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    if kind != "dpo":
+    if kind in ("grpo", "rloo"):
         given |= {"num_generations": GROUP, "max_completion_length": 8}
     found: list[Found] = ranks.run(pooled_runs.both, kind, family, folder, {**given, **options}, seconds=180)
     for each in found:
@@ -122,6 +122,13 @@ def test_rloo(worlds: World, folder: str, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dpo(worlds: World, folder: str, sharded: bool) -> None:
     assert_whole(pooled(worlds(2), "dpo", "llama", folder, sharded=sharded), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kto", "online"])
+def test_other_trainers(worlds: World, folder: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    assert_whole(pooled(worlds(2), kind, "llama", folder, per_device_train_batch_size=4), 2)
 
 
 def test_ranks_that_disagree(worlds: World, folder: str) -> None:

@@ -73,6 +73,15 @@ def preferences() -> Dataset:
     return Dataset.from_list(rows)
 
 
+def judged() -> Dataset:
+    rows = [
+        {"prompt": x["prompt"], "completion": x[kind], "label": kind == "chosen"}
+        for x in preferences()
+        for kind in ("chosen", "rejected")
+    ]
+    return Dataset.from_list(rows)
+
+
 def digit_share(completions: list[str], **_: Any) -> list[float]:
     """A reward that differs inside of a group, also for random weights."""
     return [sum(map(ord, completion)) % 17 / 17 for completion in completions]

@@ -8,6 +8,7 @@ Under torchrun a group is spread over all ranks, each of which has the whole mod
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import tempfile
 import time
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def run(world: World, options: Options) -> int:
     Returns:
         0, or 1 when a contender of ours did not run or failed the parity gate, or the plain trainer did not run.
     """
-    found, dtype = timing.environment(world.device), str(options.dtype).removeprefix("torch.")
+    found = timing.environment(world.device) | {"trl": importlib.metadata.version("trl")}
+    dtype = str(options.dtype).removeprefix("torch.")
     ceiling = timing.matmul_tflops(world.device, options.dtype)
     header = {"environment": found, "ranks": world.size, "ceiling_tflops": ceiling, "dtype": dtype}
     results = timing.Results(options.json if world.rank == 0 else None, **header)
@@ -110,11 +112,12 @@ def run(world: World, options: Options) -> int:
               f"median of {options.repeats} updates after one")  # fmt: skip
     passed = True
     for shape in options.shapes:
-        kept = results.case(model=options.model, shape=vars(shape), bounds=_bounds(options.dtype))
+        layers = options.layers or models.SIZES[options.model].num_hidden_layers
+        kept = results.case(model=options.model, layers=layers, shape=vars(shape), bounds=_bounds(options.dtype))
         plain: Outcome | None = None
         for contender in contenders(options, shape, world.size):
             timing.free_memory(world.device)
-            row = {"name": contender.name, "key": contender.key, "passed": None, "reason": None}
+            row: dict[str, Any] = {"name": contender.name, "key": contender.key, "passed": None, "reason": None}
             kept["rows"].append(row)
             row.update(world.attempt(functools.partial(measure, world, options, shape, contender)))
             outcome = row.pop("outcome", None)
@@ -229,7 +232,8 @@ def build_trainer(
 
         def __init__(self) -> None:
             self.times_ms: list[float] = []
-            self.begin_s, self.outcome = 0.0, None
+            self.begin_s = 0.0
+            self.outcome: Outcome | None = None
 
         def now_s(self) -> float:
             if world.device.type == "cuda":
@@ -273,8 +277,9 @@ def table(kept: dict[str, Any]) -> str:
     if any(row["passed"] is False for row in kept["rows"]):
         reasons.append(f"FAILED: a difference above {bounds}")
     head = (
-        f"update stage of TRL's GRPOTrainer, Qwen3 {kept['model']}, gradient checkpointing, {shape} tokens; the loss "
-        "differs by an absolute number, norm and gradients (the worst of twelve matrices) by relative ones"
+        f"update stage of TRL's GRPOTrainer, Qwen3 {kept['model']}, {kept['layers']} layers, gradient "
+        f"checkpointing, {shape} tokens; the loss differs by an absolute number, norm and gradients (the worst "
+        "sampled matrix) by relative ones"
     )
     return "\n".join([head, tabulate(lines, headers=headers, disable_numparse=True), *reasons])
 
