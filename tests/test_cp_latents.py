@@ -14,6 +14,7 @@ from latent_workers import (
     adapted_errors,
     bytes_moved,
     checkpointed_errors,
+    errors_of_type,
     explained,
     half_precision_errors,
     planted_latent_errors,
@@ -53,10 +54,20 @@ def test_explain_says_what_travels(worlds: Callable[[int], Ranks]) -> None:
         assert "DeepseekV3Attention: latents travel, 24 elements of a token and layer for 144 of keys and val" in text
 
 
-def test_half_precision(worlds: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(worlds: Callable[[int], Ranks], autocast: bool) -> None:
     """bfloat16 on three ranks is no further from float64 than twice what one process with the same weights is."""
-    for found, alone in worlds(3).run(half_precision_errors):
+    for found, alone in worlds(3).run(half_precision_errors, autocast):
         assert found <= 2 * alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v2", "minicpm3", "longcat_flash", "glm4_moe_lite", "youtu", "sarvam_mla", "axk1"]
+)
+def test_other_types_with_latents(worlds: Callable[[int], Ranks], model_type: str) -> None:
+    for errors in worlds(3).run(errors_of_type, model_type):
+        assert max(errors.values()) <= EXACT, errors
 
 
 def test_planted_faults_are_far_above_tolerance(worlds: Callable[[int], Ranks]) -> None:
