@@ -11,6 +11,7 @@ from unittest import mock
 import families
 import torch
 from cp_workers import averaged, model_and_truth, parallel_model, state_of, wave_errors
+from fault_workers import said
 from torch import Tensor, distributed, nn
 
 import augtree_fx
@@ -116,6 +117,42 @@ def adapted_errors(schedule: str) -> dict[str, float]:
         truth = families.reference(adapt(copy.deepcopy(plain)), batch)
     assert len(truth.gradients) == 6
     return step_errors(parallel_model(plain, schedule=schedule, wrap=adapt), batch, truth)
+
+
+class Elsewhere(nn.Module):
+    """A linear layer whose weight is a parameter of another module, as those of flattened parameters are."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.held = [weight]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.held[0].T
+
+
+def elsewhere_errors() -> dict[str, float]:
+    """The expansion's gradients would be lost, so keys and values travel."""
+    plain, batch, _ = model_and_truth(NAME, 2, "right")
+
+    def move(model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:
+            layer.weight = layer.self_attn.kv_b_proj.weight
+            layer.self_attn.kv_b_proj = Elsewhere(layer.weight)
+        return model
+
+    with families.KeepFloat64():
+        truth = families.reference(move(copy.deepcopy(plain)), batch)
+    return step_errors(parallel_model(plain, schedule=ROTATE_KV, wrap=move), batch, truth)
+
+
+def replaced() -> str:
+    """What is said when the expansion's weight is another one when backward comes."""
+    plain, batch, _ = model_and_truth(NAME, 2, "right")
+    model = parallel_model(plain, schedule=ROTATE_KV)
+    loss = model(**batch.inputs(), use_cache=False).logits.sum()
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.weight = nn.Parameter(layer.self_attn.kv_b_proj.weight.detach().clone())
+    return said(loss.backward)
 
 
 def checkpointed_errors() -> dict[str, float]:

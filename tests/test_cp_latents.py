@@ -14,10 +14,12 @@ from latent_workers import (
     adapted_errors,
     bytes_moved,
     checkpointed_errors,
+    elsewhere_errors,
     errors_of_type,
     explained,
     half_precision_errors,
     planted_latent_errors,
+    replaced,
     sharded_latent_errors,
 )
 from ranks import Ranks
@@ -31,7 +33,7 @@ CASES += [(pooled_errors, ("deepseek_v3", 2, "right", False), {"schedule": "rota
 CASES += [(wave_errors, ("deepseek_v3", 3, 12), {"schedule": schedule}) for schedule in SCHEDULES]
 CASES += [(wave_errors, ("deepseek_v3", 3, 12), {"max_prompt_tokens": 5, "activations": "recompute"})]
 CASES += [(adapted_errors, (schedule,), {}) for schedule in SCHEDULES[::2]]
-CASES += [(checkpointed_errors, (), {}), (sharded_latent_errors, (), {})]
+CASES += [(worker, (), {}) for worker in (checkpointed_errors, sharded_latent_errors, elsewhere_errors)]
 
 
 def test_outputs_and_gradients(ranks: Ranks) -> None:
@@ -47,6 +49,11 @@ def test_bytes_moved(worlds: Callable[[int], Ranks], schedule: str, waves: bool)
         assert found["keys"] * 144 == expanded["keys"] * 24 > 0
         assert found["gradients"] * 144 == expanded["gradients"] * 24 > 0
         assert found["keys"] == 2 * found["gradients"], "latents travel again in backward"
+
+
+def test_weights_that_are_replaced_before_backward(worlds: Callable[[int], Ranks]) -> None:
+    for text in worlds(3).run(replaced):
+        assert "1 parameters that make keys of latents were replaced between forward and backward; leave them" in text
 
 
 def test_explain_says_what_travels(worlds: Callable[[int], Ranks]) -> None:
