@@ -72,7 +72,12 @@ def disagreements() -> dict[str, str]:
         model = parallel_model(plain)
         model(**batch.inputs(), use_cache=differs)
 
+    def compiled() -> None:
+        model = parallel_model(plain)
+        (torch.compile(model, backend="eager") if differs else model)(**batch.inputs(), use_cache=False)
+
     return {
+        "compiled": said(compiled),
         "token": said(lambda: run({}, other_token=True)),
         "shape": said(lambda: run({}, slice(3))),
         "schedule": said(lambda: run({"schedule": "move_q"})),

@@ -11,9 +11,11 @@ from unittest import mock
 import families
 import torch
 from cp_workers import averaged, model_and_truth, parallel_model, state_of, wave_errors
+from fault_workers import said
 from torch import Tensor, distributed, nn
 
 import augtree_fx
+from augtree_fx.coverage import tiny
 from augtree_fx.dtensor_ops import attention, collectives
 from augtree_fx.dtensor_ops.attention import GATHER_KV, ROTATE_KV, Latents
 from augtree_fx.transforms.expansion import Expansion
@@ -117,6 +119,42 @@ def adapted_errors(schedule: str) -> dict[str, float]:
     return step_errors(parallel_model(plain, schedule=schedule, wrap=adapt), batch, truth)
 
 
+class Elsewhere(nn.Module):
+    """A linear layer whose weight is a parameter of another module, as those of flattened parameters are."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.held = [weight]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.held[0].T
+
+
+def elsewhere_errors() -> dict[str, float]:
+    """The expansion's gradients would be lost, so keys and values travel."""
+    plain, batch, _ = model_and_truth(NAME, 2, "right")
+
+    def move(model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:
+            layer.weight = layer.self_attn.kv_b_proj.weight
+            layer.self_attn.kv_b_proj = Elsewhere(layer.weight)
+        return model
+
+    with families.KeepFloat64():
+        truth = families.reference(move(copy.deepcopy(plain)), batch)
+    return step_errors(parallel_model(plain, schedule=ROTATE_KV, wrap=move), batch, truth)
+
+
+def replaced() -> str:
+    """What is said when the expansion's weight is another one when backward comes."""
+    plain, batch, _ = model_and_truth(NAME, 2, "right")
+    model = parallel_model(plain, schedule=ROTATE_KV)
+    loss = model(**batch.inputs(), use_cache=False).logits.sum()
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.weight = nn.Parameter(layer.self_attn.kv_b_proj.weight.detach().clone())
+    return said(loss.backward)
+
+
 def checkpointed_errors() -> dict[str, float]:
     """Layers under checkpointing, whose recomputation moves latents again; no router, it would compute in float32."""
     _, batch, _ = model_and_truth(NAME, 2, "right")
@@ -147,20 +185,38 @@ def sharded_latent_errors() -> dict[str, float]:
     return families.errors(families.Result([x.detach() for x in logits], gradients), truth)
 
 
-def half_precision_errors() -> tuple[float, float]:
+def half_precision_errors(autocast: bool) -> tuple[float, float]:
     """Largest relative error of a gradient in bfloat16, on these ranks and in one process, against float64."""
     plain, batch, truth = model_and_truth(NAME, 2, "right")
+    plain = copy.deepcopy(plain).to(torch.float32 if autocast else torch.bfloat16)
 
-    def worst(result: families.Result) -> float:
+    def worst(model: nn.Module) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):  # backward runs outside of it
+            logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
+        result = families.result_of(model, logits, batch)
+        result = averaged(result) if state_of(model).lanes is not None else result
         wide = {name: x.double() for name, x in result.gradients.items()}
         found = families.errors(families.Result([x.double() for x in result.logits], wide), truth)
         return max(error for name, error in found.items() if "self_attn" in name)
 
-    alone = augtree_fx.transform(copy.deepcopy(plain).bfloat16(), costs=augtree_fx.CostModel.free())
-    model = parallel_model(copy.deepcopy(plain).bfloat16(), schedule=ROTATE_KV)
-    found = averaged(families.computed(model, batch))
+    alone = augtree_fx.transform(copy.deepcopy(plain), costs=augtree_fx.CostModel.free())
+    model = parallel_model(plain, schedule=ROTATE_KV)
+    found = worst(model)
     assert state_of(model).num_shared == 1
-    return worst(found), worst(families.computed(alone, batch))
+    return found, worst(alone)
+
+
+def errors_of_type(model_type: str) -> dict[str, float]:
+    """A tiny model of another type with latents, on these ranks; how often they travelled is checked."""
+    plain = tiny.build(model_type, "eager").double().train()
+    rows = [[run % plain.config.vocab_size for run in row] for row in families.rollout(3)]
+    batch = families.padded(rows, "right")
+    with families.KeepFloat64():
+        truth = families.reference(plain, batch)
+    with mock.patch.object(attention, "_arriving", mock.Mock(side_effect=_ARRIVING)) as arriving:
+        errors = step_errors(parallel_model(plain, schedule=ROTATE_KV), batch, truth)
+    assert arriving.call_args_list and all(len(call.args[0]) == 1 for call in arriving.call_args_list)
+    return errors
 
 
 def _wrong_rank(moving: Any, lane: attention.Lane) -> Any:

@@ -36,6 +36,7 @@ DIFFERENCES = {
     "dtype": "dtype (torch.float32, not torch.float64)",
     "cache": "what hinders sharing (",
     "layout": "tokens (",
+    "compiled": "compiled (True, not False)",
 }
 
 

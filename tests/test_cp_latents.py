@@ -14,9 +14,12 @@ from latent_workers import (
     adapted_errors,
     bytes_moved,
     checkpointed_errors,
+    elsewhere_errors,
+    errors_of_type,
     explained,
     half_precision_errors,
     planted_latent_errors,
+    replaced,
     sharded_latent_errors,
 )
 from ranks import Ranks
@@ -30,7 +33,7 @@ CASES += [(pooled_errors, ("deepseek_v3", 2, "right", False), {"schedule": "rota
 CASES += [(wave_errors, ("deepseek_v3", 3, 12), {"schedule": schedule}) for schedule in SCHEDULES]
 CASES += [(wave_errors, ("deepseek_v3", 3, 12), {"max_prompt_tokens": 5, "activations": "recompute"})]
 CASES += [(adapted_errors, (schedule,), {}) for schedule in SCHEDULES[::2]]
-CASES += [(checkpointed_errors, (), {}), (sharded_latent_errors, (), {})]
+CASES += [(worker, (), {}) for worker in (checkpointed_errors, sharded_latent_errors, elsewhere_errors)]
 
 
 def test_outputs_and_gradients(ranks: Ranks) -> None:
@@ -48,15 +51,30 @@ def test_bytes_moved(worlds: Callable[[int], Ranks], schedule: str, waves: bool)
         assert found["keys"] == 2 * found["gradients"], "latents travel again in backward"
 
 
+def test_weights_that_are_replaced_before_backward(worlds: Callable[[int], Ranks]) -> None:
+    for text in worlds(3).run(replaced):
+        assert "1 parameters that make keys of latents were replaced between forward and backward; leave them" in text
+
+
 def test_explain_says_what_travels(worlds: Callable[[int], Ranks]) -> None:
     for text in worlds(3).run(explained):
         assert "DeepseekV3Attention: latents travel, 24 elements of a token and layer for 144 of keys and val" in text
 
 
-def test_half_precision(worlds: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(worlds: Callable[[int], Ranks], autocast: bool) -> None:
     """bfloat16 on three ranks is no further from float64 than twice what one process with the same weights is."""
-    for found, alone in worlds(3).run(half_precision_errors):
+    for found, alone in worlds(3).run(half_precision_errors, autocast):
         assert found <= 2 * alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v2", "minicpm3", "longcat_flash", "glm4_moe_lite", "youtu", "sarvam_mla", "axk1"]
+)
+def test_other_types_with_latents(worlds: Callable[[int], Ranks], model_type: str) -> None:
+    for errors in worlds(3).run(errors_of_type, model_type):
+        assert max(errors.values()) <= EXACT, errors
 
 
 def test_planted_faults_are_far_above_tolerance(worlds: Callable[[int], Ranks]) -> None:

@@ -60,7 +60,7 @@ class Expansion:
         """K and V of tokens by their rows, in the dtypes that attention takes."""
         parts = rows.split([shape.numel() for shape, _ in like], 1)
         latents = [
-            part.to(dtype).reshape(-1, *shape).movedim(0, dim)
+            part.to(dtype).reshape(-1, *shape).movedim(0, dim).contiguous()
             for part, (shape, dtype), dim in zip(parts, like, self.dims, strict=True)
         ]
         with autocast:

@@ -109,10 +109,13 @@ class _Examples:
 
 def _in_place(node: fx.Node) -> bool:
     """Whether a node changes a tensor that another node made."""
+    target = node.args[0] if node.args else None
+    if not isinstance(target, fx.Node) or not isinstance(target.meta.get("example"), Tensor):
+        return False
     if node.target is operator.setitem:
-        return isinstance(node.args[0].meta.get("example"), Tensor)  # type: ignore[union-attr]
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return str(name).endswith("_") and not str(name).endswith("__") and node.op in ("call_method", "call_function")
+        return True
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return name.endswith("_") and not name.endswith("__") and node.op in ("call_method", "call_function")
 
 
 class _Cone:
