@@ -43,7 +43,7 @@ class HostGroup:
         self._name = f"{group.group_name}/{next(_numbers[group.group_name])}"
         self._largest = 0
         store = distributed.PrefixStore(f"augtree_fx/{self._name}", distributed.distributed_c10d._get_default_store())
-        self._host = distributed.ProcessGroupGloo(store, self.rank, len(self.ranks), 2 * timeout)
+        self._host: Any = distributed.ProcessGroupGloo(store, self.rank, len(self.ranks), 2 * timeout)
 
     def new_group(self, ranks: Sequence[int] | None) -> ProcessGroup | None:
         """A process group of some ranks of the axis, for tensors; every rank of the axis calls this at the same time.

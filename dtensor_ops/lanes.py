@@ -203,10 +203,8 @@ class Lanes:
         missing = [ranks for ranks in lanes if ranks not in self._groups]
         if not missing:
             return
-        if len(missing[0]) == self.num_ranks:
-            found = self.host.group
-        else:
-            found = self.host.new_group(mine if mine in missing else None)
+        whole = len(missing[0]) == self.num_ranks
+        found = self.host.group if whole else self.host.new_group(mine if mine in missing else None)
         self._groups |= {ranks: found if ranks == mine else None for ranks in missing}
 
 

@@ -26,7 +26,8 @@ def make_groups(group: distributed.ProcessGroup) -> dict[range, distributed.Proc
 
     All ranks call this once and keep the result: a communicator takes seconds to make and memory to keep.
     """
-    host, made = HostGroup(group), {}
+    host = HostGroup(group)
+    made: dict[range, distributed.ProcessGroup | None] = {}
     for block in blocks_of(len(host.ranks)):
         if len(block) == len(host.ranks):
             made[block] = group
