@@ -173,7 +173,7 @@ def _pack_now(
 ) -> tuple[PackedCall | None, Stage | None]:
     if state.lanes is not None:
         return _pack_for_lanes(stack, state, state.lanes, given), None
-    in_waves = (state.max_wave_tokens or state.memory) is not None and not has_cache(given)
+    in_waves = (state.max_wave_tokens or state.memory or state.planned) is not None and not has_cache(given)
     groups = groups_of(stack) if in_waves else []
     if groups and state.memory is not None:
         _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
@@ -203,6 +203,8 @@ def _pack(
     max_tokens = state.max_wave_tokens
     if state.memory is not None:
         max_tokens = _chosen(stack, state, original, layout, groups)
+    elif state.planned is not None:
+        max_tokens = state.planned.wave_tokens(layout)
     waves = max_tokens is not None and _branch_tokens(layout) > max_tokens
     if waves:
         try:
