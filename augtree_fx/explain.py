@@ -206,6 +206,8 @@ def explain(
             lanes = tuple(state.lanes.choose(layout, state.lanes.num_ranks))
             if isinstance(state.lanes.choose, PlannedLanes):
                 planned = state.lanes.choose.last
+        elif state.planned is not None:
+            planned = state.planned.plan(layout, 1)
     return Explanation(
         model_name=type(model).__name__,
         transformed=transformed,

@@ -98,7 +98,8 @@ def transform(
         schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for
             `dtensor_ops.lanes.one_pass_schedule`.
         lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane.
-        planner: chooses lanes and schedules instead, a plan for each bucket of batches.
+        planner: chooses lanes and schedules instead, a plan for each bucket of batches. Without a mesh it chooses
+            ``max_wave_tokens``, of a rank alone: `Execution` says what else is in its memory.
 
     Returns:
         The same object.
@@ -114,9 +115,9 @@ def transform(
         raise ValueError(f"kernel must be one of {', '.join(kernels.NAMES)}, got {kernel!r}")
     check_max_tokens("max_wave_tokens", max_wave_tokens)
     check_memory(memory, max_wave_tokens)
-    if planner is not None and (mesh is None or lanes is not None or schedule is not None):
+    if planner is not None and any(each is not None for each in (lanes, schedule, max_wave_tokens, memory)):
         raise ValueError(
-            "a planner chooses lanes and schedules for a mesh; pass mesh=, and neither lanes= nor schedule="
+            "a planner chooses lanes, schedules and waves; pass none of lanes=, schedule=, max_wave_tokens= and memory="
         )
     if mesh is not None and memory is not None:
         raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
@@ -134,12 +135,12 @@ def transform(
             raise error
         logger.warning("augtree-fx: left unchanged: %s", error)
         return model
-    if planner is not None:
-        lanes = PlannedLanes.of(planner, stack.config)
+    planned = None if planner is None else PlannedLanes.of(planner, stack.config)
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
         max_wave_tokens=max_wave_tokens, memory=memory,
-        lanes=None if mesh is None else _lanes(mesh, rows, schedule, lanes),
+        lanes=None if mesh is None else _lanes(mesh, rows, schedule, planned or lanes),
+        planned=planned if mesh is None else None,
     )  # fmt: skip
     if is_installed(stack):
         uninstall(stack)

@@ -1,4 +1,4 @@
-"""A planner's lanes for a batch, in the words of the runtime: which rows go to which ranks, and who moves there."""
+"""A planner's plan for a batch, in the words of the runtime: rows, ranks and who moves there; waves on one rank."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from augtree_fx.dtensor_ops.lanes import LanePlan, one_pass_schedule
 from augtree_fx.layout import TreeLayout
 from augtree_fx.planner import ModelShape, Plan, Planner, ReplayShape
+from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.trie import IntArray
 
 logger = logging.getLogger("augtree_fx")
@@ -19,7 +20,7 @@ logger = logging.getLogger("augtree_fx")
 
 @dataclass(eq=False)
 class PlannedLanes:
-    """Chooses lanes as a planner says; what `transform` takes as ``lanes``.
+    """Chooses as a planner says: lanes, which is what `transform` takes as ``lanes``, and on one rank waves.
 
     Attributes:
         planner: asked for every batch; it keeps plans by bucket.
@@ -50,6 +51,28 @@ class PlannedLanes:
                 "pass; if memory runs out, pass fewer rows, or take more ranks"
             )
         return lanes_of(plan, layout)
+
+    def wave_tokens(self, layout: TreeLayout) -> int | None:
+        """Packed tokens of branches that one rank should have alive at a time; ``None`` for all of them.
+
+        A plan that takes trees one after another, or rows by themselves, is not what one forward does: where its tree
+        does not fit at once, waves are then as large as memory leaves them beside all prompts.
+        """
+        plan = self.plan(layout, 1)
+        if plan.reuse and plan.num_rounds == 1:
+            return None if plan.num_waves == 1 else max(1, *(wave.tokens for wave in plan.lanes[0].waves))
+        shape, memory = ReplayShape.from_layout(layout), MemoryModel.of(plan.costs)
+        leaf = int(shape.length[shape.is_leaf].sum())
+        inner = shape.num_tokens - leaf
+        if float(memory.peak_bytes(inner, leaf, 1, waved=False)) <= memory.limit_bytes:
+            return None
+        found = memory.wave_tokens(inner, 1)
+        if not found:
+            self._say_once(
+                f"a batch has {inner} prompt tokens, which one forward keeps and which leave no memory for a response; "
+                "pass fewer groups, or take more ranks"
+            )
+        return max(found, 1)
 
     def plan(self, layout: TreeLayout, num_ranks: int) -> Plan:
         """The plan of a batch, of a pass without gradients where none are recorded."""

@@ -188,7 +188,7 @@ def measured_parts(record: Record, clock: Clock) -> dict[str, float]:
 
 
 def _planned(state: StackState) -> PlannedLanes | None:
-    choose = None if state.lanes is None else state.lanes.choose
+    choose = state.planned if state.lanes is None else state.lanes.choose
     return choose if isinstance(choose, PlannedLanes) else None
 
 

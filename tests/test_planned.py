@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from augtree_fx import Planner, ReplayShape, TreeLayout
+import augtree_fx
+from augtree_fx import CostModel, ModelShape, Planner, ReplayShape, TreeLayout
 from augtree_fx.dtensor_ops.lanes import check_lanes
 from augtree_fx.planned import PlannedLanes, rows_of
-from augtree_fx.planner import model_shape
+from augtree_fx.planner import Execution, model_shape
+from augtree_fx.planner.memory import MemoryModel
+from augtree_fx.transforms import find_stack
+from augtree_fx.transforms.install import STATE
 
 LENGTHS = st.tuples(st.integers(1, 5000), st.lists(st.integers(0, 3000), max_size=5))
 
@@ -54,3 +62,69 @@ def test_waves_of_a_plan_are_said_once(caplog: pytest.LogCaptureFixture) -> None
         chosen(layout, 4)
     said = [record for record in caplog.records if "waves, which one forward runs in one pass" in record.message]
     assert chosen.last is not None and (chosen.last.num_waves > 1 or chosen.last.num_rounds > 1) and len(said) == 1
+
+
+@pytest.mark.parametrize("prompt", [8, 600])
+def test_one_rank_runs_in_waves_that_fit(prompt: int) -> None:
+    """Memory for the prompt and some branches: waves of so many, and the gradients of the plain model.
+
+    With the long prompt that is what the plan does; with the short one it takes rows by themselves, one after another,
+    which one forward does not.
+    """
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+        num_hidden_layers=2,
+    )  # fmt: skip
+    plain = Qwen3ForCausalLM(config)
+    rows = torch.cat([torch.randint(64, (1, prompt)).expand(8, -1), torch.randint(64, (8, 32))], 1)
+    rows[:, prompt] = torch.arange(8)
+    execution = Execution(checkpointing=False, state_bytes_per_weight=2.0, usable_memory=1.0)
+    planner = Planner("cpu", execution=execution, bucketed=False)
+    memory = MemoryModel.of(planner.costs(ModelShape.from_config(plain.config), world_size=1))
+    limit = memory.peak_bytes(prompt, 128, 1, waved=True)
+    planner.hardware = replace(planner.hardware, memory_bytes=int(limit))
+    model = augtree_fx.transform(copy.deepcopy(plain), planner=planner, costs=CostModel.free())
+    for each in (plain, model):
+        each(rows, labels=rows).loss.backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    explained = augtree_fx.explain(model, rows)
+    assert explained.planned is not None and "predicted:" in str(explained)
+    assert (explained.planned.num_waves > 1) == explained.planned.reuse == (prompt == 600)
+    state = getattr(find_stack(model), STATE)
+    branches = state.planned.wave_tokens(explained.layout) // 32
+    assert 1 <= branches < 8 and state.trained.waves == -(-8 // branches)
+    augtree_fx.transform(model, planner=Planner("h200"), costs=CostModel.free())
+    model(rows, labels=rows)
+    assert getattr(find_stack(model), STATE).trained.waves == 0
+
+
+def small_machine(inner: int, leaf: int) -> PlannedLanes:
+    """A planner of a machine on which so many prompt and branch tokens fit beside the model."""
+    planner, model = Planner("h200", bucketed=False), model_shape("Qwen3-0.6B")
+    memory = MemoryModel.of(planner.costs(model, world_size=1))
+    limit = float(memory.peak_bytes(inner, leaf, 1, waved=True))
+    planner.hardware = replace(planner.hardware, memory_bytes=int(limit / planner.execution.usable_memory) + 1)
+    return PlannedLanes(planner, model)
+
+
+def test_waves_fit_beside_the_prompts() -> None:
+    chosen = small_machine(800, 3000)
+    found = chosen.wave_tokens(layout_of([(800, [300] * 32)]))
+    assert chosen.last is not None and found is not None and 300 <= found < 3200
+    memory = MemoryModel.of(chosen.last.costs)
+    assert memory.peak_bytes(800, found, 1, waved=True) <= memory.limit_bytes
+    assert chosen.wave_tokens(layout_of([(800, [30] * 4)])) is None
+
+
+def test_prompts_without_room_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    chosen, layout = small_machine(800, 0), layout_of([(800, [5, 6])] * 8)
+    assert [chosen.wave_tokens(layout) for _ in range(2)] == [1, 1]
+    said = [record for record in caplog.records if "leave no memory for a response" in record.message]
+    assert chosen.last is not None and len(said) == 1 and "6400 prompt tokens" in said[0].message
+
+
+def test_a_planner_leaves_nothing_else_to_choose() -> None:
+    with pytest.raises(ValueError, match="pass none of lanes=, schedule=, max_wave_tokens= and memory="):
+        augtree_fx.transform(torch.nn.Linear(1, 1), planner=Planner(), max_wave_tokens=5)

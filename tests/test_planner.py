@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from planner_shapes import BIG, SMALL, forests
 
 from augtree_fx.planner import Execution, Hardware, Plan, Planner, ReplayShape, Schedule
+from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.profiles import profile
 from augtree_fx.planner.units import branches_of, cut
@@ -178,12 +179,32 @@ def test_cut_trees_keep_their_work(shape: ReplayShape, data: st.DataObject) -> N
             assert found[unit, node] == (inner, leaf)
 
 
+def in_waves(prompt: int, responses: list[int], wave_tokens: int) -> Plan:
+    """The plan of a group on eight ranks whose memory leaves about so many response tokens to a wave."""
+    planner = Planner(bucketed=False, execution=Execution(usable_memory=1.0))
+    memory = MemoryModel.of(planner.costs(BIG, world_size=8))
+    limit = float(memory.peak_bytes(prompt, wave_tokens, 8, waved=True))
+    planner.hardware = replace(planner.hardware, memory_bytes=int(limit))
+    return planner.plan(ReplayShape.from_groups([prompt], [responses]), BIG, world_size=8)
+
+
 def test_long_prompts_move_queries_and_long_responses_move_keys() -> None:
     """To first order queries move while response over prompt tokens are below 1.14 times KV heads over query heads."""
-    few = Planner().plan(ReplayShape.from_groups([65536], [[64] * 8]), BIG, world_size=8)
-    many = Planner().plan(ReplayShape.from_groups([16384], [[4096] * 16]), BIG, world_size=8)
+    few, many = in_waves(65536, [1024] * 64, 10_000), in_waves(4096, [4096] * 64, 33_000)
+    assert few.num_waves > 1 and many.num_waves > 1
     assert few.lanes[0].schedule is Schedule.MOVE_Q and "queries move" in few.reason
     assert many.lanes[0].schedule is not Schedule.MOVE_Q and "queries would move" in many.reason
+
+
+def test_queries_stay_where_keys_go_around_anyway() -> None:
+    """One pass over prompts and responses: queries that move would come on top, however few they are."""
+    shape = ReplayShape.from_groups([65536], [[64] * 8])
+    plan = Planner(bucketed=False).plan(shape, BIG, world_size=8)
+    assert plan.num_waves == 1 and plan.lanes[0].schedule is not Schedule.MOVE_Q
+    assert "queries would move" in plan.reason and "more, as KV goes around" in plan.reason
+    found = alternatives(shape, plan.costs)
+    assert found["1 x 8, move_q"].lanes[0].schedule is Schedule.MOVE_Q  # it can be asked for
+    assert plan.total_us == min(found[kind].total_us for kind in ("1 x 8, rotate_kv", "1 x 8, gather_kv"))
 
 
 def test_a_large_and_small_groups_get_lanes_of_unequal_size() -> None:

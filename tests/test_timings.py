@@ -22,7 +22,7 @@ import augtree_fx
 from augtree_fx import CostModel, Planner, Timings, TreeLayout
 from augtree_fx.dtensor_ops import collectives
 from augtree_fx.planner import Execution
-from augtree_fx.recorder import Clock, Phase, Record
+from augtree_fx.recorder import Clock, Phase, Record, Recorder
 from augtree_fx.timings import measured_parts
 from augtree_fx.transforms import ReplayContext, find_stack
 from augtree_fx.transforms.install import STATE
@@ -84,6 +84,35 @@ def test_parts_are_sums_of_spans() -> None:
     no_backward = Record(spans | {Phase.BACKWARD: [], Phase.ATTENTION: [(103.0, 105.0)]})
     parts = measured_parts(no_backward, clock)
     assert parts["step"] == 10.0 and parts["other layers"] == 5.0 and "head and loss" not in parts
+
+
+def test_on_cuda_events_are_recorded_and_waited_for_when_read() -> None:
+    """A stand-in for CUDA: nothing waits until the spans are read, then the device does, once."""
+    said: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = float(len(said))
+
+        def record(self) -> None:
+            said.append("record")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert "wait" in said
+            return end.at - self.at
+
+    device = torch.device("cuda", 0)
+    with (
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "synchronize", lambda where: said.append("wait") if where == device else None),
+    ):
+        recorder = Recorder(Clock.of(device))
+        with recorder.span(Phase.FORWARD), recorder.span(Phase.ATTENTION):
+            pass
+        assert said == ["record"] * 4
+        parts = measured_parts(recorder.last, recorder.clock)
+    assert said == [*["record"] * 4, "wait"] and parts["forward"] == 3.0 and parts["attention"] == 1.0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

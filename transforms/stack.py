@@ -171,7 +171,7 @@ def pack(
 def _pack_now(
     stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], compiled: bool
 ) -> tuple[PackedCall | None, Stage | None]:
-    in_waves = (state.max_wave_tokens or state.memory) is not None and not has_cache(given)
+    in_waves = (state.max_wave_tokens or state.memory or state.planned) is not None and not has_cache(given)
     groups = groups_of(stack) if in_waves else []
     if groups and state.memory is not None:
         _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
@@ -204,6 +204,8 @@ def _pack(
     max_tokens = state.max_wave_tokens
     if state.memory is not None:
         max_tokens = _chosen(stack, state, original, layout, groups)
+    elif state.planned is not None:
+        max_tokens = state.planned.wave_tokens(layout)
     waves = max_tokens is not None and branch_tokens(layout) > max_tokens
     if waves:
         try:

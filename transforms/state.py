@@ -20,6 +20,7 @@ from augtree_fx.transforms.recurrent import MixerSite
 from augtree_fx.transforms.torn import TornGroups
 
 if TYPE_CHECKING:  # they take a state
+    from augtree_fx.planned import PlannedLanes
     from augtree_fx.transforms.footprint import Footprint
     from augtree_fx.transforms.wave_budget import WaveBudget
 
@@ -45,6 +46,7 @@ class StackState:
         scored: tokens of forwards without, such as old and reference log-probs.
         torn: looks for groups in different micro-batches.
         memory: from which to choose that.
+        planned: chooses it instead, on one rank.
         budget: the last choice.
         footprints: bytes a token, by the way in which the stack is called.
         recorder: takes the times of what runs, inside of `augtree_fx.measure`; else ``None``.
@@ -74,6 +76,7 @@ class StackState:
         return self.trained if torch.is_grad_enabled() else self.scored
 
     memory: Memory | None = None
+    planned: PlannedLanes | None = None
     budget: WaveBudget | None = None
     footprints: dict[Hashable, Footprint] = field(default_factory=dict)
     recorder: Recorder | None = None

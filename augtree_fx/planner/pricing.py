@@ -22,6 +22,8 @@ from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
 
+_MOVE_Q = SCHEDULES.index(Schedule.MOVE_Q)
+
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
@@ -125,13 +127,22 @@ def bounds(
 
 
 def refine(priced: Priced, costs: Costs) -> Priced | None:
-    """The price with the rounds and waves that memory asks for; ``None`` if it does not fit."""
+    """The price with the rounds and waves that memory asks for; ``None`` if it does not fit.
+
+    Where prompts and branches run in one pass, queries do not move unless nothing else is allowed: keys of prompts go
+    around for the prompts' own queries, and queries that move come on top. On two H200 they took 3% to 41% longer at
+    every length (examples/results/2026-11-30-context-parallel-h200.md). The bound before this may have moved them.
+    """
     packing = pack(priced.placement, MemoryModel.of(costs))
     if packing is None:
         return None
-    if packing.rounds == packing.waves == 1:
+    schedules = priced.schedules
+    if packing.waves == 1:
+        schedules = [one for one in schedules if one is not Schedule.MOVE_Q] or schedules
+    moved = packing.waves == 1 and len(schedules) < len(priced.schedules) and _MOVE_Q in priced.moves
+    if packing.rounds == packing.waves == 1 and not moved:
         return replace(priced, packing=packing)
-    batch = _batch(loads_of([priced.placement]), packing.waves, packing.rounds, priced.schedules, costs)
+    batch = _batch(loads_of([priced.placement]), packing.waves, packing.rounds, schedules, costs)
     total = round(float(batch.lane_us.max()), 3)
     rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
     return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0)

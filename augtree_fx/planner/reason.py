@@ -52,4 +52,5 @@ def _movement(best: Priced, costs: Costs) -> str:
     if schedule is Schedule.MOVE_Q:
         return f"{lengths}: queries move {queries:.2f} GB a rank, KV would move {kv:.2f} GB"
     word = "rotates" if schedule is Schedule.ROTATE_KV else "is gathered"
-    return f"{lengths}: KV {word}, {kv:.2f} GB a rank, queries would move {queries:.2f} GB"
+    extra = " more, as KV goes around for the prompt itself in the same pass" if repeats == 1 else ""
+    return f"{lengths}: KV {word}, {kv:.2f} GB a rank, queries would move {queries:.2f} GB{extra}"
