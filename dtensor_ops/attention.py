@@ -11,10 +11,11 @@ to every call; gradients of keys are summed over ranks in float32. Where keys fo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -24,13 +25,14 @@ from augtree_fx import merge
 from augtree_fx import tree_attention as local
 from augtree_fx.dtensor_ops import collectives
 from augtree_fx.dtensor_ops.collectives import Pending
-from augtree_fx.dtensor_ops.tables import Sizes
+from augtree_fx.dtensor_ops.tables import KeyCalls, Sizes
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
-from augtree_fx.tables import Calls
 from augtree_fx.tree_attention import Partials, Results, Sum
 
 ROTATE_KV, MOVE_Q, GATHER_KV = "rotate_kv", "move_q", "gather_kv"
 SCHEDULES = (ROTATE_KV, MOVE_Q, GATHER_KV)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Lane:
         group: of the lane.
     """
 
-    own: Calls
-    remote: Sequence[Calls]
-    visiting: Sequence[Calls]
+    own: KeyCalls
+    remote: Sequence[KeyCalls]
+    visiting: Sequence[KeyCalls]
     sizes: Sizes
     schedule: str
     group: ProcessGroup
@@ -147,6 +149,19 @@ class Gradients(NamedTuple):
     parameters: tuple[Tensor | None, ...]
 
 
+def _settled(compute: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """An error on the way leaves no transfer of the lane behind."""
+
+    @functools.wraps(compute)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        (lane,) = (each for each in (*args, *kwargs.values()) if isinstance(each, Lane))
+        with collectives.settled(lane.group):
+            return compute(*args, **kwargs)
+
+    return run
+
+
+@_settled
 def forward(
     q: Tensor,
     k: Tensor,
@@ -170,16 +185,17 @@ def forward(
     arriving = _arriving((k, v) if latents is None else (latents.rows,), lane)
     moved = _gathered_queries(lane, q) if lane.moves_queries else None
     partials = Partials(q, v, _ranges(lane))
-    partials.add_calls(q, k, v, lane.own, spec, kernel)
+    _attend(partials, q, k, v, lane.own, spec, kernel)
     for visitor, calls in zip(arriving, lane.remote, strict=True):
         key, value = visitor if latents is None or not lane.num_moving_keys else latents.expand(*visitor)
-        partials.add_calls(q, key, value, calls, spec, kernel)
+        _attend(partials, q, key, value, calls, spec, kernel)
     if moved is not None:
         for part in _from_owners(moved, q, k, v, lane, spec, kernel):
             partials.add(*part)
     return partials.merged(sinks)
 
 
+@_settled
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -201,8 +217,7 @@ def backward(
     arriving = _arriving(moving, lane)
     moved = _gathered_results(lane, results) if lane.moves_queries else None
     dq = Sum(q, _ranges(lane))
-    own = local.backward_calls(results, k, v, lane.own, dq, spec, kernel, wide=True)
-    totals = [part.total() for part in own]
+    totals = _gradients(results, k, v, lane.own, dq, spec, kernel)
     wide = accumulation_dtype(k.dtype)
     dlatents = None if latents is None else latents.rows.new_zeros(latents.rows.shape, dtype=wide)
     dparameters: list[Tensor | None] = [] if latents is None else [None] * len(latents.parameters)
@@ -214,11 +229,11 @@ def backward(
             else:
                 leaf, *expanded = latents.expanded_again(*visitor)
                 key, value = expanded[0].detach(), expanded[1].detach()
-            dk, dv = local.backward_calls(results, key, value, calls, dq, spec, kernel, wide=True)
+            found = _gradients(results, key, value, calls, dq, spec, kernel)
             if latents is None:
-                yield dk.total(), dv.total()
+                yield found
                 continue
-            dleaf, *others = latents.gradients(leaf, (expanded[0], expanded[1]), (dk.total(), dv.total()))
+            dleaf, *others = latents.gradients(leaf, (expanded[0], expanded[1]), found)
             for number, part in enumerate(others):
                 dparameters[number] = _added(dparameters[number], part)
             yield (torch.zeros_like(leaf, dtype=wide) if dleaf is None else dleaf.to(wide),)
@@ -248,9 +263,33 @@ def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return part if total is None else total + part
 
 
+def _attend(
+    partials: Partials, q: Tensor, k: Tensor, v: Tensor, calls: KeyCalls, spec: AttentionSpec, kernel: str
+) -> None:
+    """Put in what the keys of one rank give."""
+    partials.add_calls(q, k, v, calls.direct, spec, kernel)
+    if calls.gathered:
+        key, value = (x.index_select(0, calls.kv_index) for x in (k, v))
+        partials.add_calls(q, key, value, calls.gathered, spec, kernel)
+
+
+def _gradients(
+    results: Results, k: Tensor, v: Tensor, calls: KeyCalls, dq: Sum, spec: AttentionSpec, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the keys and values of one rank, in the accumulation dtype; ``dq`` gets those of queries."""
+    dk, dv = local.backward_calls(results, k, v, calls.direct, dq, spec, kernel, wide=True)
+    totals = dk.total(), dv.total()
+    if calls.gathered:
+        key, value = (x.index_select(0, calls.kv_index) for x in (k, v))
+        parts = local.backward_calls(results, key, value, calls.gathered, dq, spec, kernel, wide=True)
+        for total, part in zip(totals, parts, strict=True):
+            total.index_add_(0, calls.kv_index, part.total())
+    return totals
+
+
 def _ranges(lane: Lane) -> list[slice]:
     """Queries of every partial, in the order in which they are put in."""
-    calls = [call.q_range for calls in (lane.own, *lane.remote) for call in calls]
+    calls = [queries for calls in (lane.own, *lane.remote) for queries in calls.q_ranges]
     return calls + [lane.queries] * (lane.num_ranks - 1 if lane.moves_queries else 0)
 
 
@@ -339,8 +378,8 @@ def _from_owners(
     outs = q.new_empty(lane.num_ranks, lane.sizes.queries, q.shape[1], v.shape[-1])
     lses = torch.empty(*outs.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
     for peer, calls in zip(lane.others, lane.visiting, strict=True):
-        partials = Partials(queries[peer], v, [call.q_range for call in calls])
-        partials.add_calls(queries[peer], k, v, calls, spec, kernel)
+        partials = Partials(queries[peer], v, calls.q_ranges)
+        _attend(partials, queries[peer], k, v, calls, spec, kernel)
         out, lse = partials.merged(None)
         outs[peer], lses[peer] = out, lse.T
     pending = [collectives.exchange_equal(x, lane.group) for x in (outs, lses)]
@@ -354,7 +393,7 @@ def _gradients_from_owners(
     results: Results,
     k: Tensor,
     v: Tensor,
-    totals: list[Tensor],
+    totals: Sequence[Tensor],
     lane: Lane,
     spec: AttentionSpec,
     kernel: str,
@@ -364,11 +403,9 @@ def _gradients_from_owners(
     sent = torch.empty_like(q)
     for peer, calls in zip(lane.others, lane.visiting, strict=True):
         visitor = Results(dout[peer], dlse[0][peer].T if dlse else None, q[peer], out[peer], lse[peer].T.contiguous())
-        dq = Sum(q[peer], [call.q_range for call in calls])
-        for total, part in zip(
-            totals, local.backward_calls(visitor, k, v, calls, dq, spec, kernel, wide=True), strict=True
-        ):
-            total += part.total()
+        dq = Sum(q[peer], calls.q_ranges)
+        for total, part in zip(totals, _gradients(visitor, k, v, calls, dq, spec, kernel), strict=True):
+            total += part
         sent[peer] = dq.total()
     found = collectives.exchange_equal(sent, lane.group).wait()
     return (found[peer, : lane.sizes.own_queries] for peer in lane.others)

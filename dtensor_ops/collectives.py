@@ -37,12 +37,17 @@ class Pending:
     group: ProcessGroup
     peers: Sequence[int]
 
+    def __post_init__(self) -> None:
+        if self.works:
+            _UNDER_WAY[id(self)] = self
+
     def wait(self) -> Tensor:
         """What has arrived.
 
         Raises:
             RuntimeError: a rank is gone or too late; the message names those that were waited for.
         """
+        _UNDER_WAY.pop(id(self), None)
         recorder = _WATCHED.get(self.group.group_name) if _WATCHED and self.works else None
         with (
             _named(self.group, self.peers),
@@ -52,6 +57,23 @@ class Pending:
                 work.wait()
         self.works, self.held = [], ()
         return self.result
+
+
+_UNDER_WAY: dict[int, Pending] = {}  # what nobody waited for yet
+
+
+@contextlib.contextmanager
+def settled(group: ProcessGroup) -> Iterator[None]:
+    """After an error inside, what is under way in a group arrives: the next call's would be taken for it, and hang."""
+    try:
+        yield
+    except Exception:
+        for pending in [each for each in _UNDER_WAY.values() if each.group.group_name == group.group_name]:
+            try:
+                pending.wait()
+            except RuntimeError:  # its sender is gone, and the error that is under way says more
+                continue
+        raise
 
 
 # Recorders by name of the group whose transfers they time: all that an op knows of its caller is that name.

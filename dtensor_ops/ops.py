@@ -1,8 +1,8 @@
 """Ops of context parallelism as contracts: schema, fake kernel, autograd; the work is in `attention` and `collectives`.
 
 Every op is called by all ranks of ``group`` at once, with the same ``schedule``. T tokens of a rank's share, H query
-heads, K key heads, D head size of q and k, E of v; an LSE is ``[H, T]``. ``segments``, ``cu_seqlens`` and ``sizes`` are
-the tensors of `LaneCalls`.
+heads, K key heads, D head size of q and k, E of v; an LSE is ``[H, T]``. ``segments``, ``cu_seqlens``, ``kv_index`` and
+``sizes`` are the tensors of `LaneCalls`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from augtree_fx.reference import AttentionSpec, accumulation_dtype
 
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _LANE = (
-    "Tensor segments, Tensor cu_seqlens, Tensor sizes, Tensor? sinks, float scale, float softcap, str kernel, "
-    "str schedule, str group"
+    "Tensor segments, Tensor cu_seqlens, Tensor kv_index, Tensor sizes, Tensor? sinks, float scale, float softcap, "
+    "str kernel, str schedule, str group"
 )
 
 
@@ -48,6 +48,7 @@ def _attend(
     v: Tensor,
     segments: Tensor,
     cu_seqlens: Tensor,
+    kv_index: Tensor,
     sizes: Tensor,
     sinks: Tensor | None,
     scale: float,
@@ -56,7 +57,7 @@ def _attend(
     schedule: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    lane = lane_of(LaneCalls(segments, cu_seqlens, sizes), schedule, group)
+    lane = lane_of(LaneCalls(segments, cu_seqlens, kv_index, sizes), schedule, group)
     return attention.forward(q, k, v, lane, sinks, AttentionSpec(scale, 0, softcap), kernel)
 
 
@@ -74,6 +75,7 @@ def _attend_backward(
     lse: Tensor,
     segments: Tensor,
     cu_seqlens: Tensor,
+    kv_index: Tensor,
     sizes: Tensor,
     sinks: Tensor | None,
     scale: float,
@@ -82,7 +84,7 @@ def _attend_backward(
     schedule: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lane = lane_of(LaneCalls(segments, cu_seqlens, sizes), schedule, group)
+    lane = lane_of(LaneCalls(segments, cu_seqlens, kv_index, sizes), schedule, group)
     spec = AttentionSpec(scale, 0, softcap)
     found = attention.backward(dout, dlse, q, k, v, out, lse, lane, sinks, spec, kernel)
     return found.q, found.k, found.v, q.new_empty(0) if found.sinks is None else found.sinks
@@ -95,13 +97,13 @@ def _gradients_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tu
 
 def _attend_backward_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segments: Tensor, cu_seqlens: Tensor, sizes: Tensor, sinks: Tensor | None, *_: Any,
+    segments: Tensor, cu_seqlens: Tensor, kv_index: Tensor, sizes: Tensor, sinks: Tensor | None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _gradients_fake(q, k, v, sinks)
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *calls, sinks, ctx.spec = *inputs[:7], inputs[7:]
+    q, k, v, *calls, sinks, ctx.spec = *inputs[:8], inputs[8:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *calls, sinks)
 
@@ -112,7 +114,7 @@ def _attend_grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[An
     dq, dk, dv, dsinks = torch.ops.augtree.context_parallel_attention_backward(
         dout, dlse, q, k, v, out, lse, *calls, sinks, *ctx.spec
     )
-    return dq, dk, dv, None, None, None, None if sinks is None else dsinks, *[None] * len(ctx.spec)
+    return dq, dk, dv, *[None] * len(calls), None if sinks is None else dsinks, *[None] * len(ctx.spec)
 
 
 define(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.tables import (
+    DENSE_PAIRS,
     AttentionTables,
     Calls,
     Chunks,
@@ -24,6 +26,38 @@ from augtree_fx.tables import (
 from augtree_fx.trie import IntArray
 
 Interval = tuple[int, int]
+# Calls on keys as they lie, from one more on which they are brought together. A call takes the host 0.1 to 0.3 ms, and
+# 45 of them in a layer of a tree of four levels took 2.3 times as long as one GPU alone (two H200, 2026-11-30).
+MOST_APART = 3
+
+
+class KeyTables(NamedTuple):
+    """Calls of a rank's queries on the keys of one rank.
+
+    Attributes:
+        direct: on keys as they lie there.
+        gathered: on keys that are brought together by ``kv_index``, a copy for each run of queries that sees others.
+    """
+
+    direct: AttentionTables
+    gathered: AttentionTables
+
+
+class KeyCalls(NamedTuple):
+    """`KeyTables`, decoded.
+
+    Attributes:
+        kv_index: ``[gathered keys]`` int64 on the device.
+    """
+
+    direct: Calls
+    gathered: Calls
+    kv_index: Tensor
+
+    @property
+    def q_ranges(self) -> list[slice]:
+        """Queries of each call, in their order."""
+        return [call.q_range for calls in (self.direct, self.gathered) for call in calls]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +72,10 @@ class WholePath:
         sizes: what all ranks agree on, see `Sizes`.
     """
 
-    own: AttentionTables
-    remote: tuple[AttentionTables, ...]
-    remote_prompts: tuple[AttentionTables, ...]
-    visiting: tuple[AttentionTables, ...]
+    own: KeyTables
+    remote: tuple[KeyTables, ...]
+    remote_prompts: tuple[KeyTables, ...]
+    visiting: tuple[KeyTables, ...]
     sizes: Sizes
 
 
@@ -82,44 +116,61 @@ class Reached:
 
 @dataclass(frozen=True, eq=False)
 class LaneCalls:
-    """Calls of a rank for one schedule as three tensors, the form in which they are arguments of an op.
+    """Calls of a rank for one schedule as four tensors, the form in which they are arguments of an op.
 
     What is in them is data to a compiled graph: only lengths could be specialised on, and none is 0 or 1.
 
     Attributes:
-        segments: ``[n, 6]`` int64 on the host, and cu_seqlens: ``[2, m]`` int32 on the device, of one set of calls
-            after another (see `AttentionTables`): of own keys, of those of each other rank, of visiting queries.
-        sizes: int64 on the host: the fields of `Sizes`, then the numbers of segments and calls of each set.
+        segments: ``[n, 6]`` int64 on the host, cu_seqlens: ``[2, m]`` int32 and kv_index: ``[l]`` int64 on the device,
+            of one set of calls after another (see `AttentionTables`): direct ones and gathered ones of own keys, of
+            those of each other rank, of visiting queries.
+        sizes: int64 on the host: the fields of `Sizes`, then the numbers of segments, calls and gathered keys of each
+            set.
     """
 
     segments: Tensor
     cu_seqlens: Tensor
+    kv_index: Tensor
     sizes: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of an op's arguments."""
+        return self.segments, self.cu_seqlens, self.kv_index, self.sizes
 
     @staticmethod
     def of(found: WholePath, *, moves_queries: bool) -> LaneCalls:
         """Those of a schedule."""
         remote = found.remote_prompts + found.visiting if moves_queries else found.remote
-        sets = (found.own, *remote)
-        counts = [number for each in sets for number in (len(each.segments), each.num_calls)]
+        sets = [tables for each in (found.own, *remote) for tables in each]
+        index = [x.kv_index for x in sets if x.kv_index is not None]
+        counts = [
+            number
+            for each in sets
+            for number in (len(each.segments), each.num_calls, 0 if each.kv_index is None else len(each.kv_index))
+        ]
         segments, cu_seqlens = [x.segments for x in sets], [x.cu_seqlens for x in sets]
-        device = found.own.cu_seqlens.device
+        device = found.own.direct.cu_seqlens.device
         return LaneCalls(
             torch.cat([*segments, torch.zeros(2, 6, dtype=torch.int64)]),
             torch.cat([*cu_seqlens, torch.zeros(2, 2, dtype=torch.int32, device=device)], 1),
+            torch.cat([*index, torch.zeros(2, dtype=torch.int64, device=device)]),
             torch.tensor([*astuple(found.sizes), *counts]),
         )
 
-    def decoded(self) -> tuple[list[Calls], Sizes]:
+    def decoded(self) -> tuple[list[KeyCalls], Sizes]:
         """The sets of calls, and what moves."""
         num_sizes = len(fields(Sizes))
         numbers = self.sizes.tolist()
-        sets, row, column = [], 0, 0
-        for segments, calls in zip(numbers[num_sizes::2], numbers[num_sizes + 1 :: 2], strict=True):
+        sets, row, column, key = [], 0, 0, 0
+        for segments, calls, keys in zip(*(numbers[num_sizes + part :: 3] for part in range(3)), strict=True):
             rows, columns = slice(row, row + segments), slice(column, column + segments + calls)
-            sets.append(decode_calls(self.segments[rows], self.cu_seqlens[:, columns]))
-            row, column = rows.stop, columns.stop
-        return sets, Sizes(*numbers[:num_sizes])
+            found = decode_calls(self.segments[rows], self.cu_seqlens[:, columns])
+            sets.append((found, self.kv_index[key : key + keys]))
+            row, column, key = rows.stop, columns.stop, key + keys
+        pairs = zip(sets[::2], sets[1::2], strict=True)
+        calls = [KeyCalls(direct, gathered, index) for (direct, _), (gathered, index) in pairs]
+        return calls, Sizes(*numbers[:num_sizes])
 
 
 class Paths:
@@ -173,8 +224,8 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
     mine = list(shards.fragments(rank))
     prompts = [number for number in mine if shards.layout.level[shards.node[number]] == 0]
 
-    def tables(fragments: list[int], keys: int, first: int = 0) -> AttentionTables:
-        return tables_of(_calls(paths, fragments, keys, first), device, None)
+    def tables(fragments: list[int], keys: int, first: int = 0) -> KeyTables:
+        return _tables([], _runs(paths, fragments, keys, first), device)
 
     own = [
         Segment(begin, end, shards.base + begin, shards.base + end)
@@ -184,7 +235,7 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
     visiting = [[n for n in shards.fragments(other) if shards.kind[n] in (1, 2)] for other in others]
     queries = shards.num_of_kinds(1, 2)
     return WholePath(
-        own=tables_of(split_calls(own, causal=True) + _calls(paths, mine, rank, 0), device, None),
+        own=_tables(split_calls(own, causal=True), _runs(paths, mine, rank, 0), device),
         remote=tuple(tables(mine, other) for other in others),
         remote_prompts=tuple(tables(prompts, other) for other in others),
         visiting=tuple(
@@ -200,23 +251,48 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
     )
 
 
-def _calls(paths: Paths, fragments: list[int], rank: int, first: int) -> list[tuple[bool, list[Segment]]]:
-    """Unmasked calls of fragments on the keys of a rank; queries count from ``first``.
-
-    The i-th interval of keys of every query is in the i-th family of calls: in one call no query is twice.
-    """
+def _runs(paths: Paths, fragments: list[int], rank: int, first: int) -> list[tuple[Interval, list[Interval]]]:
+    """Neighbouring queries, which count from ``first``, with the keys that all of them see on a rank."""
     place, length = paths.shards.place, paths.shards.length
-    families: dict[int, list[Segment]] = defaultdict(list)
+    runs: list[tuple[Interval, list[Interval]]] = []
     for number in fragments:
-        begin = int(place[number]) - first
+        begin, keys = int(place[number]) - first, paths.seen(number, rank)
         end = begin + int(length[number])
-        for family, (k_begin, k_end) in enumerate(paths.seen(number, rank)):
-            last = families[family][-1] if families[family] else None
-            if last is not None and last.q_end == begin and (last.k_begin, last.k_end) == (k_begin, k_end):
-                families[family][-1] = Segment(last.q_begin, end, k_begin, k_end)
+        if runs and runs[-1][0][1] == begin and runs[-1][1] == keys:
+            runs[-1] = ((runs[-1][0][0], end), keys)
+        elif keys and begin < end:
+            runs.append(((begin, end), keys))
+    return runs
+
+
+def _tables(
+    causal: list[tuple[bool, list[Segment]]], runs: list[tuple[Interval, list[Interval]]], device: torch.device
+) -> KeyTables:
+    """Calls of runs on all of their keys, after others; where keys lie apart in many calls, they are gathered.
+
+    The i-th interval of keys of every run is in the i-th family of calls: in one call no query is twice.
+    """
+    families: dict[int, list[Segment]] = defaultdict(list)
+    for queries, keys in runs:
+        for family, interval in enumerate(keys):
+            families[family].append(Segment(*queries, *interval))
+    apart = [call for family in sorted(families) for call in split_calls(families[family], causal=False)]
+    if len(apart) <= MOST_APART:
+        return KeyTables(tables_of(causal + apart, device, None), tables_of([], device, np.empty(0, dtype=np.int64)))
+    alone, together, index, count = [], [], [np.empty(0, dtype=np.int64)], 0
+    for queries, keys in runs:
+        begin = count
+        for interval in keys:
+            segment = Segment(*queries, *interval)
+            if segment.num_queries * segment.num_keys >= DENSE_PAIRS:
+                alone.append((False, [segment]))
             else:
-                families[family].append(Segment(begin, end, k_begin, k_end))
-    return [call for family in sorted(families) for call in split_calls(families[family], causal=False)]
+                index.append(np.arange(*interval))
+                count += segment.num_keys
+        if count > begin:
+            together.append(Segment(*queries, begin, count))
+    gathered = split_calls(together, causal=False)
+    return KeyTables(tables_of(causal + alone, device, None), tables_of(gathered, device, np.concatenate(index)))
 
 
 def reached(shards: Shards, rank: int, span: Span) -> Reached:

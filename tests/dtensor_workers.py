@@ -265,13 +265,13 @@ def check_attention_op(schedule: str) -> None:
     layout = TreeLayout.from_groups([[1] * 9, [2, 3]], [[[4], [5, 5]], [[6, 6, 6]]])
     shards = Shards.of(layout, distributed.get_world_size(), min_chunk_tokens=1)
     found = LaneCalls.of(whole_path(shards, distributed.get_rank()), moves_queries=schedule == MOVE_Q)
-    calls = (found.segments, found.cu_seqlens, found.sizes)
+    calls = found.tensors
     q, k, v = (random(shards.share, heads, 4, seed=heads).requires_grad_() for heads in (4, 2, 2))
     sinks = random(4, seed=3).requires_grad_()
     rest = (*calls, sinks, 0.4, 0.0, "reference", schedule, group)
     opcheck(ops.context_parallel_attention.default, (q, k, v, *rest))
     plain = [x.detach() for x in (q, k, v)]
-    rest = (*calls, sinks.detach(), *rest[4:])
+    rest = (*calls, sinks.detach(), *rest[5:])
     out, lse = ops.context_parallel_attention(*plain, *rest)
     for dlse in (None, torch.randn_like(lse)):
         arguments = (torch.randn_like(out), dlse, *plain, out, lse, *rest)
