@@ -58,6 +58,11 @@ class Segment:
     def num_keys(self) -> int:
         return self.k_end - self.k_begin
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a call of its own."""
+        return self.num_queries * self.num_keys >= DENSE_PAIRS
+
 
 Run = tuple[bool, tuple[Segment, ...]]  # whether a call is causal, and its segments
 
@@ -279,7 +284,7 @@ def split_calls(segments: Iterable[Segment], *, causal: bool) -> list[tuple[bool
     calls: list[tuple[bool, list[Segment]]] = []
     run_open = False
     for segment in segments:
-        large = segment.num_queries * segment.num_keys >= DENSE_PAIRS
+        large = segment.is_large
         if run_open and not large:
             last = calls[-1][1][-1]
             run_open = last.q_end == segment.q_begin and last.k_end == segment.k_begin

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.tables import (
-    DENSE_PAIRS,
     AttentionTables,
     Calls,
     Chunks,
@@ -284,7 +283,7 @@ def _tables(
         begin = count
         for interval in keys:
             segment = Segment(*queries, *interval)
-            if segment.num_queries * segment.num_keys >= DENSE_PAIRS:
+            if segment.is_large:
                 alone.append((False, [segment]))
             else:
                 index.append(np.arange(*interval))

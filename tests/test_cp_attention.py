@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from attention_reference import Site
@@ -12,7 +13,10 @@ from ranks import Ranks
 from row_reference import Batch, padded
 from test_attention_parity import deep_batch
 
+from augtree_fx import CostModel, TreeLayout, tables
+from augtree_fx.dtensor_ops import tables as lane_tables
 from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.shards import Shards
 
 EXACT = 1e-10  # sums of some hundred terms in another order
 
@@ -57,6 +61,38 @@ CASES += [
 
 def test_every_schedule_and_window(ranks: Ranks) -> None:
     assert_exact(ranks, covering(CASES, ranks.num_ranks))
+
+
+def gathered_cases(cases: list[tuple[Site, str, str, int, int | None]], dense: int) -> list[dict[str, float]]:
+    """As `attention_cases`, where keys are gathered whenever there are any, but those of large segments."""
+    with mock.patch.object(lane_tables, "MOST_APART", 0), mock.patch.object(tables, "DENSE_PAIRS", dense):
+        return attention_cases(cases)
+
+
+@pytest.mark.parametrize("dense", [50, 1 << 40])
+def test_gathered_keys(ranks: Ranks, dense: int) -> None:
+    cases = covering([case for case in CASES if case[4] is None], ranks.num_ranks)
+    for rank, found in enumerate(ranks.run(gathered_cases, cases, dense, seconds=120)):
+        for case, errors in zip(cases, found, strict=True):
+            assert max(errors.values()) <= EXACT, f"rank {rank}, {case}: {errors}"
+
+
+def test_a_tree_of_many_levels_takes_few_calls() -> None:
+    """They cost the host more than anything else there; 32 chains of three nodes on a prompt, and their branches."""
+    rows = [
+        [1] * 40 + [2 + group] * 9 + [40 + inner] * 8 + [50 + leaf] * 4
+        for group in range(8)
+        for inner in range(4)
+        for leaf in range(3)
+    ]
+    batch = padded(rows, [0] * len(rows), max(map(len, rows)), "column")
+    layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    assert layout.num_levels == 4
+    for rank in range(3):
+        found = lane_tables.whole_path(Shards.of(layout, 3, min_chunk_tokens=1), rank)
+        for keys in (found.own, *found.remote, *found.visiting):
+            assert keys.direct.num_calls + keys.gathered.num_calls <= 2
+            assert keys.gathered.num_calls == 1, "this tree is to gather"
 
 
 @pytest.mark.slow
