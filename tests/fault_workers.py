@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -167,6 +168,28 @@ def small_errors() -> dict[str, float]:
         for schedule in attention.SCHEDULES:
             got = averaged(families.computed(parallel_model(plain, schedule=schedule), batch))
             errors[f"{name}, {schedule}"] = max(families.errors(got, truth).values())
+    return errors
+
+
+def errors_after_an_error(schedule: str) -> dict[str, float]:
+    """Every rank has an error between transfers of a forward, then of a backward; each time the next step is right."""
+    plain, batch, truth = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain, schedule=schedule)
+    smaller = {name: each[:3] for name, each in batch.inputs().items()}  # less is under way than the next step sends
+    errors = {}
+
+    def late(*arguments: Any) -> Any:
+        """One rank sends when the one after it has had its error."""
+        time.sleep(0.3 * (distributed.get_rank() == 1))
+        return _ARRIVING(*arguments)
+
+    for name in ("_attend", "_gradients"):
+        answers = [mock.DEFAULT, RuntimeError("out of memory")]  # own keys are attended to, those that arrive are not
+        failing = mock.patch.object(attention, name, wraps=getattr(attention, name), side_effect=answers)
+        with failing, mock.patch.object(attention, "_arriving", late):
+            assert "out of memory" in said(lambda: model(**smaller, use_cache=False).logits.sum().backward())
+        model.zero_grad()
+        errors[name] = max(families.errors(averaged(families.computed(model, batch)), truth).values())
     return errors
 
 

@@ -12,6 +12,7 @@ from fault_workers import (
     PLANTED,
     dies,
     disagreements,
+    errors_after_an_error,
     late,
     partition_errors,
     planted_errors,
@@ -20,6 +21,8 @@ from fault_workers import (
 )
 from ranks import Ranks
 from test_cp_attention import EXACT, groups
+
+from augtree_fx.dtensor_ops.attention import SCHEDULES
 
 World = Callable[[int], Ranks]
 
@@ -78,6 +81,13 @@ def test_a_rank_that_does_not_come(worlds: World, absent: int) -> None:
 
 def test_batches_that_are_small_for_their_ranks(worlds: World) -> None:
     for rank, errors in enumerate(worlds(4).run(small_errors)):
+        assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_after_an_error(worlds: World, schedule: str) -> None:
+    """What was under way when the error came is not taken for what the next step sends."""
+    for rank, errors in enumerate(worlds(3).run(errors_after_an_error, schedule)):
         assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
 
 
