@@ -119,6 +119,8 @@ def transform(
         raise ValueError(
             "a planner chooses lanes, schedules and waves; pass none of lanes=, schedule=, max_wave_tokens= and memory="
         )
+    if mesh is None and (rows != "replicated" or schedule is not None or lanes is not None):
+        raise ValueError(f"rows={rows!r}, schedule={schedule!r} and lanes={lanes!r} are of ranks; pass mesh= with them")
     if mesh is not None and memory is not None:
         raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
     if mesh is not None and max_wave_tokens is not None and (lanes is not None or planner is not None):
@@ -149,6 +151,8 @@ def transform(
 
 
 def _lanes(mesh: DeviceMesh, rows: str, schedule: str | None, choose: Choose | None) -> Lanes:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be one axis of a DeviceMesh, got {type(mesh).__name__}; pass mesh['cp']")
     if mesh.ndim != 1:
         raise ValueError(f"mesh must be one axis of a mesh, got {mesh.ndim} axes; pass mesh['cp']")
     if rows not in ROWS:

@@ -7,6 +7,7 @@ Tensors travel as bytes: gloo knows few dtypes. Nothing here records gradients: 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from torch.distributed import P2POp, ProcessGroup
 
 from augtree_fx.recorder import Phase, Recorder
 from augtree_fx.reference import accumulation_dtype
+
+logger = logging.getLogger("augtree_fx")
 
 
 @dataclass
@@ -67,7 +70,8 @@ def settled(group: ProcessGroup) -> Iterator[None]:
     """After an error inside, what is under way in a group arrives: the next call's would be taken for it, and hang."""
     try:
         yield
-    except Exception:
+    except Exception as error:
+        logger.warning("augtree-fx: rank %d ends its part of a step: %s", distributed.get_rank(), error)
         for pending in [each for each in _UNDER_WAY.values() if each.group.group_name == group.group_name]:
             try:
                 pending.wait()

@@ -25,9 +25,11 @@ from augtree_fx.tables import (
 from augtree_fx.trie import IntArray
 
 Interval = tuple[int, int]
-# Calls on keys as they lie, from one more on which they are brought together. A call takes the host 0.1 to 0.3 ms, and
+# Calls on keys as they lie, from one more on which keys are brought together. A call takes the host 0.1 to 0.3 ms, and
 # 45 of them in a layer of a tree of four levels took 2.3 times as long as one GPU alone (two H200, 2026-11-30).
 MOST_APART = 3
+# Keys that are copied for that, over the tokens of a rank's share: less than an MLP's activations, a layer at a time.
+MOST_COPIED = 3
 
 
 class KeyTables(NamedTuple):
@@ -187,19 +189,20 @@ class Paths:
         self._paths: dict[tuple[int, int], list[Interval]] = {}
 
     def above(self, node: int, rank: int) -> list[Interval]:
-        """Keys on a rank of all nodes above a node, as neighbours in their order there."""
-        parent = int(self.shards.layout.parent[node])
-        if parent < 0:
-            return []
-        key = (parent, rank)
-        if key not in self._paths:
-            self._paths[key] = _joined(self.above(parent, rank) + self._intervals(parent, rank, None))
-        return self._paths[key]
+        """Keys on a rank of all nodes above a node, in their order there."""
+        chain, parent = [], int(self.shards.layout.parent[node])
+        while parent >= 0 and (parent, rank) not in self._paths:
+            chain.append(parent)
+            parent = int(self.shards.layout.parent[parent])
+        found = self._paths[parent, rank] if parent >= 0 else []
+        for each in reversed(chain):
+            found = self._paths[each, rank] = sorted(found + self._intervals(each, rank, None))
+        return found
 
     def seen(self, fragment: int, rank: int) -> list[Interval]:
         """Keys on a rank that all queries of a fragment see; its own are not among them."""
         node, piece = int(self.shards.node[fragment]), int(self.shards.piece[fragment])
-        return _joined(self.above(node, rank) + self._intervals(node, rank, piece)) if piece else self.above(node, rank)
+        return sorted(self.above(node, rank) + self._intervals(node, rank, piece)) if piece else self.above(node, rank)
 
     def _intervals(self, node: int, rank: int, before: int | None) -> list[Interval]:
         found = self._fragments.get((node, rank), ())
@@ -207,8 +210,9 @@ class Paths:
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
+    """Of intervals in order, neighbours as one."""
     found: list[Interval] = []
-    for begin, end in sorted(intervals):
+    for begin, end in intervals:
         if found and found[-1][1] == begin:
             found[-1] = (found[-1][0], end)
         else:
@@ -224,7 +228,7 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
     prompts = [number for number in mine if shards.layout.level[shards.node[number]] == 0]
 
     def tables(fragments: list[int], keys: int, first: int = 0) -> KeyTables:
-        return _tables([], _runs(paths, fragments, keys, first), device)
+        return _tables([], _runs(paths, fragments, keys, first), shards.share, device)
 
     own = [
         Segment(begin, end, shards.base + begin, shards.base + end)
@@ -234,7 +238,7 @@ def whole_path(shards: Shards, rank: int) -> WholePath:
     visiting = [[n for n in shards.fragments(other) if shards.kind[n] in (1, 2)] for other in others]
     queries = shards.num_of_kinds(1, 2)
     return WholePath(
-        own=_tables(split_calls(own, causal=True), _runs(paths, mine, rank, 0), device),
+        own=_tables(split_calls(own, causal=True), _runs(paths, mine, rank, 0), shards.share, device),
         remote=tuple(tables(mine, other) for other in others),
         remote_prompts=tuple(tables(prompts, other) for other in others),
         visiting=tuple(
@@ -265,33 +269,63 @@ def _runs(paths: Paths, fragments: list[int], rank: int, first: int) -> list[tup
 
 
 def _tables(
-    causal: list[tuple[bool, list[Segment]]], runs: list[tuple[Interval, list[Interval]]], device: torch.device
+    causal: list[tuple[bool, list[Segment]]],
+    runs: list[tuple[Interval, list[Interval]]],
+    share: int,
+    device: torch.device,
 ) -> KeyTables:
     """Calls of runs on all of their keys, after others; where keys lie apart in many calls, they are gathered.
 
+    Gathered keys are those of every run, one run after another. What is too much to be copied stays where it lies, a
+    call for neighbouring runs, but for its last key: so every run has gathered keys, and its neighbours' call goes on.
     The i-th interval of keys of every run is in the i-th family of calls: in one call no query is twice.
     """
     families: dict[int, list[Segment]] = defaultdict(list)
     for queries, keys in runs:
-        for family, interval in enumerate(keys):
+        for family, interval in enumerate(_joined(keys)):
             families[family].append(Segment(*queries, *interval))
     apart = [call for family in sorted(families) for call in split_calls(families[family], causal=False)]
     if len(apart) <= MOST_APART:
         return KeyTables(tables_of(causal + apart, device, None), tables_of([], device, np.empty(0, dtype=np.int64)))
-    alone, together, index, count = [], [], [np.empty(0, dtype=np.int64)], 0
+    alone = _staying(runs, MOST_COPIED * share)
+    together, index, count = [], [np.empty(0, dtype=np.int64)], 0
     for queries, keys in runs:
         begin = count
-        for interval in keys:
-            segment = Segment(*queries, *interval)
-            if segment.is_large:
-                alone.append((False, [segment]))
-            else:
-                index.append(np.arange(*interval))
-                count += segment.num_keys
-        if count > begin:
-            together.append(Segment(*queries, begin, count))
+        for k_begin, k_end in keys:
+            first = k_end - 1 if (k_begin, k_end) in alone else k_begin
+            index.append(np.arange(first, k_end))
+            count += k_end - first
+        together.append(Segment(*queries, begin, count))
+    stay = [
+        (False, [Segment(*queries, k_begin, k_end - 1)]) for (k_begin, k_end), seen in alone.items() for queries in seen
+    ]
     gathered = split_calls(together, causal=False)
-    return KeyTables(tables_of(causal + alone, device, None), tables_of(gathered, device, np.concatenate(index)))
+    return KeyTables(tables_of(causal + stay, device, None), tables_of(gathered, device, np.concatenate(index)))
+
+
+def _staying(runs: list[tuple[Interval, list[Interval]]], most: int) -> dict[Interval, list[Interval]]:
+    """Intervals of keys that are not gathered, with the queries that see each, neighbouring ones as one.
+
+    Those of large segments, and those that would be copied most, until no more than ``most`` keys are copied.
+    """
+    seen: dict[Interval, list[Interval]] = defaultdict(list)
+    copies: dict[Interval, int] = defaultdict(int)
+    for queries, keys in runs:
+        for interval in keys:
+            copies[interval] += interval[1] - interval[0]
+            last = seen[interval][-1] if seen[interval] else None
+            if last is not None and last[1] == queries[0]:
+                seen[interval][-1] = (last[0], queries[1])
+            else:
+                seen[interval].append(queries)
+    found: dict[Interval, list[Interval]] = {}
+    total = sum(copies.values())
+    for interval in sorted(seen, key=lambda each: (-copies[each], each)):
+        large = any(Segment(*queries, *interval).is_large for queries in seen[interval])
+        if interval[1] - interval[0] > 1 and (large or total > most):
+            found[interval] = seen[interval]
+            total -= copies[interval]
+    return found
 
 
 def reached(shards: Shards, rank: int, span: Span) -> Reached:

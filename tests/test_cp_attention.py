@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from attention_reference import Site
 from cp_workers import attention_errors
 from ranks import Ranks
@@ -63,16 +65,22 @@ def test_every_schedule_and_window(ranks: Ranks) -> None:
     assert_exact(ranks, covering(CASES, ranks.num_ranks))
 
 
-def gathered_cases(cases: list[tuple[Site, str, str, int, int | None]], dense: int) -> list[dict[str, float]]:
-    """As `attention_cases`, where keys are gathered whenever there are any, but those of large segments."""
-    with mock.patch.object(lane_tables, "MOST_APART", 0), mock.patch.object(tables, "DENSE_PAIRS", dense):
+def gathered_cases(
+    cases: list[tuple[Site, str, str, int, int | None]], dense: int, most: float
+) -> list[dict[str, float]]:
+    """As `attention_cases`, where keys are gathered whenever there are any, but for large segments and too many."""
+    with (
+        mock.patch.object(lane_tables, "MOST_APART", 0),
+        mock.patch.object(lane_tables, "MOST_COPIED", most),
+        mock.patch.object(tables, "DENSE_PAIRS", dense),
+    ):
         return attention_cases(cases)
 
 
-@pytest.mark.parametrize("dense", [50, 1 << 40])
-def test_gathered_keys(ranks: Ranks, dense: int) -> None:
+@pytest.mark.parametrize(("dense", "most"), [(50, 3), (1 << 40, 3), (1 << 40, 0.3), (1 << 40, 0)])
+def test_gathered_keys(ranks: Ranks, dense: int, most: float) -> None:
     cases = covering([case for case in CASES if case[4] is None], ranks.num_ranks)
-    for rank, found in enumerate(ranks.run(gathered_cases, cases, dense, seconds=120)):
+    for rank, found in enumerate(ranks.run(gathered_cases, cases, dense, most, seconds=120)):
         for case, errors in zip(cases, found, strict=True):
             assert max(errors.values()) <= EXACT, f"rank {rank}, {case}: {errors}"
 
@@ -88,11 +96,40 @@ def test_a_tree_of_many_levels_takes_few_calls() -> None:
     batch = padded(rows, [0] * len(rows), max(map(len, rows)), "column")
     layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
     assert layout.num_levels == 4
-    for rank in range(3):
-        found = lane_tables.whole_path(Shards.of(layout, 3, min_chunk_tokens=1), rank)
-        for keys in (found.own, *found.remote, *found.visiting):
-            assert keys.direct.num_calls + keys.gathered.num_calls <= 2
-            assert keys.gathered.num_calls == 1, "this tree is to gather"
+    for keys in sets_of_keys(layout, 3):
+        assert keys.direct.num_calls + keys.gathered.num_calls <= 4
+        assert keys.gathered.num_calls == 1, "this tree is to gather"
+
+
+def test_what_many_share_is_not_copied_for_each() -> None:
+    """A document with 40 questions of some responses each: copies of it would be 40 times as many keys as there are."""
+    rows = [[1] * 600 + [2 + group] * 5 + [50 + leaf] * 4 for group in range(40) for leaf in range(3)]
+    batch = padded(rows, [0] * len(rows), max(map(len, rows)), "column")
+    layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    for keys in sets_of_keys(layout, 2):
+        assert keys.gathered.kv_index is not None
+        assert len(keys.gathered.kv_index) <= lane_tables.MOST_COPIED * Shards.of(layout, 2, min_chunk_tokens=1).share
+        assert keys.direct.num_calls + keys.gathered.num_calls <= 10, "nor is there a call for each"
+
+
+def test_a_tree_of_very_many_levels() -> None:
+    """Every row leaves another one a token later."""
+    rows = [torch.cat([torch.arange(length), torch.tensor([2000])]) for length in range(1, 1100)]
+    starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
+    layout = TreeLayout.from_packed(torch.cat(rows)[None], cu_seq_lens=starts, costs=CostModel.free())
+    assert layout.num_levels > 1050
+    sets_of_keys(layout, 2)
+
+
+def sets_of_keys(layout: TreeLayout, num_ranks: int) -> list[lane_tables.KeyTables]:
+    """Tables of all ranks; on own and on other ranks' keys every (query, key) pair of the tree is there once."""
+    shards = Shards.of(layout, num_ranks, min_chunk_tokens=1)
+    found = [lane_tables.whole_path(shards, rank) for rank in range(num_ranks)]
+    segments = torch.cat([part.segments for each in found for keys in (each.own, *each.remote) for part in keys])
+    causal, queries, keys = segments[:, 1], segments[:, 3] - segments[:, 2], segments[:, 5] - segments[:, 4]
+    pairs = torch.where(causal > 0, queries * (queries + 1) // 2, queries * keys).sum()
+    assert pairs == (layout.length * layout.path_start + layout.length * (layout.length + 1) // 2).sum()
+    return [keys for each in found for keys in (each.own, *each.remote, *each.visiting)]
 
 
 @pytest.mark.slow

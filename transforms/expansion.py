@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from augtree_fx.dtensor_ops.attention import Latents
 
@@ -47,6 +48,8 @@ class Expansion:
         found = Latents(rows, expand, self._parameters(module))
         if found.bytes_per_key >= sum(x.shape[1] * x.shape[2] * x.itemsize for x in (k, v)):
             return None
+        if any(isinstance(each, FSDPModule) for part in self._parts(module) for each in part.modules()):
+            return None  # its parameters are leaves of the graph at one time, and others at another
         return None if found.unknown_leaves(k, v, rows=given) else found
 
     def _expand(
@@ -68,6 +71,10 @@ class Expansion:
         k, v = (x[0].transpose(0, 1).to(dtype) for x, dtype in zip(found, dtypes, strict=True))
         assert len(k) == len(v) == len(rows), "every row of latents must give one key and one value"
         return k, v
+
+    def _parts(self, module: nn.Module) -> list[nn.Module]:
+        found = [functools.reduce(getattr, name.split("."), module) for name in self.modules]
+        return [each for each in found if isinstance(each, nn.Module)]
 
     def _parameters(self, module: nn.Module) -> tuple[Tensor, ...]:
         found: dict[int, Tensor] = {}

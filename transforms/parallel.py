@@ -136,6 +136,7 @@ def _settings(stack: nn.Module, state: StackState, lanes: Lanes) -> dict[str, An
         "chunks": lanes.min_chunk_tokens,
         "costs": str(state.costs),
         "kernel": state.kernel,
+        "strict": state.strict,
         "max_wave_tokens": state.max_wave_tokens,
         "dtype": str(autocast or weight.dtype),
         "attention": f"{len(state.sites)} modules of spans {sorted({str(site.span) for site in state.sites})}",

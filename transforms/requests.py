@@ -119,6 +119,8 @@ def read_rows(
         _decline(state, given, tokens)
         _refuse(stack, state, given)
         mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if tokens is None and given.get("input_ids") is None:
+            raise NotImplementedError("ranks of a mesh compare token ids, and inputs_embeds have none; pass input_ids")
         if tokens is None:
             return state.positions.rows(given["input_ids"], mask, positions)
         if positions is None and state.positions != PositionRule():
