@@ -46,7 +46,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--system-tokens", type=int, default=256, help="system prompt with tools")
     parser.add_argument("--wave-tokens", type=int, default=512, help="packed tokens that are alive at once")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.tasks, args.trajectories, args.turns) < 1:
+        parser.error("--tasks, --trajectories and --turns must be at least 1: there is nothing to compute else")
+    return args
 
 
 @dataclass

@@ -49,7 +49,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.2, help="probability ratios are clipped to 1 -+ this")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.generations < 2:
+        parser.error(f"--generations must be at least 2, got {args.generations}: advantages compare those of a prompt")
+    return args
 
 
 def build(args: argparse.Namespace):

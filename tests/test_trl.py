@@ -6,6 +6,7 @@ The plain trainer puts its rows in the same order with code of its own (`trl_run
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig
 
 import augtree_fx
@@ -201,6 +203,49 @@ def test_disabling_leaves_nothing(trainer: Any) -> None:
     assert classes == [type(module) for model in (trainer.model, trainer.ref_model) for module in model.modules()]
     with pytest.raises(ValueError, match=r"GRPOTrainer is not enabled; augtree_fx.integrations.trl.enable\(trainer\)"):
         integration.disable(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"rows": "pooled", "degree": 3}, "degree must divide the number of processes 1, got 3"),
+        ({"rows": "pooled", "mesh": object()}, "mesh must be one axis of a DeviceMesh, got object"),
+        ({"kernel": "nope"}, "kernel must be one of"),
+        ({"max_wave_tokens": -5}, "max_wave_tokens must be at least 1"),
+        ({"foo": 1}, "unexpected keyword argument 'foo'"),
+    ],
+)
+def test_an_error_of_enable_leaves_nothing(trainer: Any, options: dict[str, Any], error: str) -> None:
+    attributes = set(vars(trainer))
+    with pytest.raises((ValueError, TypeError), match=error):
+        integration.enable(trainer, **options)
+    assert set(vars(trainer)) == attributes
+    assert not any(augtree_fx.explain(model).transformed for model in (trainer.model, trainer.ref_model))
+
+
+def test_a_refused_reference_model_leaves_the_policy_as_it_was(trainer: Any) -> None:
+    sizes = {"hidden_size": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50}
+    trainer.ref_model = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+    with pytest.raises(NotImplementedError, match="Bloom"):
+        integration.enable(trainer, strict=True)
+    assert not augtree_fx.explain(trainer.model).transformed
+    with pytest.raises(ValueError, match="is not enabled"):
+        integration.disable(trainer)
+
+
+def test_other_options_need_another_enable(trainer: Any) -> None:
+    integration.enable(trainer)
+    with pytest.raises(ValueError, match=r"is enabled already; augtree_fx.integrations.trl.disable\(trainer\) first"):
+        integration.enable(trainer, max_wave_tokens=16)
+    integration.enable(integration.disable(trainer), max_wave_tokens=16)
+
+
+def test_what_was_put_over_enable_is_said_to_be_gone(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    integration.enable(trainer)
+    trainer.log = functools.partial(trainer.log)
+    integration.disable(trainer)
+    assert "what was put in place of log after enable(trainer) is gone with it" in caplog.text
+    assert "log" not in vars(trainer)
 
 
 def test_a_model_that_the_user_transformed_stays_so(trainer: Any) -> None:

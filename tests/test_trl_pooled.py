@@ -223,7 +223,7 @@ def test_one_process_has_its_rows_together() -> None:
 def test_a_model_that_is_transformed_without_a_mesh_is_not_pooled() -> None:
     trainer = Unknown()
     augtree_fx.transform(trainer.model)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM is transformed already, and does not pool rows"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM of this trainer is transformed already"):
         integration.enable(trainer, rows="pooled")
 
 
@@ -239,3 +239,12 @@ def test_rows_of_a_model_with_a_table_of_positions_stay() -> None:
         with pool.apart():
             assert state_of(each).lanes is None
         assert state_of(each).lanes is not None
+
+
+def test_a_callback_steps_out_of_the_pool() -> None:
+    trainer = integration.group_shuffle(Unknown())
+    state = state_of(augtree_fx.transform(trainer.model))
+    state.lanes = lanes = SimpleNamespace(rows="pooled", host=None)
+    with integration.apart(trainer):
+        assert state.lanes is None
+    assert state.lanes is lanes

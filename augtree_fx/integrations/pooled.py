@@ -74,6 +74,20 @@ def _check_data_parallel(accelerator: Any) -> None:
         )
 
 
+@contextlib.contextmanager
+def ranks_apart(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Forwards of models that are transformed on a mesh are each rank's own."""
+    states = [state for state in map(state_of, models) if state is not None]
+    lanes = [state.lanes for state in states]
+    for state in states:
+        state.lanes = None
+    try:
+        yield
+    finally:
+        for state, kept in zip(states, lanes, strict=True):
+            state.lanes = kept
+
+
 @dataclass(frozen=True)
 class Pool:
     """Ranks of a mesh axis that pass their own rows to one model, in step.
@@ -101,15 +115,8 @@ class Pool:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Every rank on its own: ranks generate different numbers of tokens."""
-        states = [state for state in map(state_of, self.models) if state is not None]
-        lanes = [state.lanes for state in states]
-        for state in states:
-            state.lanes = None
-        try:
+        with ranks_apart(self.models):
             yield
-        finally:
-            for state, kept in zip(states, lanes, strict=True):
-                state.lanes = kept
 
     def padded(
         self, input_ids: Tensor, attention_mask: Tensor, prompt: int, batch_size: int | None

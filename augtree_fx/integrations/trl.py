@@ -13,8 +13,9 @@ computes the rows of data-parallel ranks together, under DDP or FSDP2: context p
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import augtree_fx
 from augtree_fx.integrations.grouping import group_order
-from augtree_fx.integrations.pooled import POOLED, Pool, joined, pool_mesh, split_rows, taken
+from augtree_fx.integrations.pooled import POOLED, Pool, joined, pool_mesh, ranks_apart, split_rows, taken
 from augtree_fx.integrations.report import Meter, state_of
 
 logger = logging.getLogger("augtree_fx")
@@ -55,8 +56,11 @@ def enable(
             so.
         rows: ``"pooled"`` computes the rows of several data-parallel ranks together: one tree, each rank a share of its
             tokens. In GRPO and RLOO rows change ranks, so that those of a group meet in one micro-step, and their
-            prompts are padded to one width. The loss that is optimized, the mean over all ranks, stays what it is.
-            ``None``: every rank computes its own. On one process both are the same.
+            prompts are padded to one width. Losses that are a sum over rows or tokens stay what they are in the mean
+            over ranks; terms of TRL that depend on which rows are in one micro-batch (``loss_type="bnpo"``,
+            ``top_entropy_quantile``) see others, as they do under another shuffle. All ranks of a pool call the model
+            together: a callback that runs it on one rank does so inside of `apart`. ``None``: every rank computes its
+            own. On one process both are the same.
         degree: with ``"pooled"``, ranks that compute together; by default all processes of the accelerator.
         mesh: with ``"pooled"``, one axis of a device mesh over data-parallel ranks in place of that.
         **options: of `augtree_fx.transform`. A model that is transformed already keeps its own.
@@ -67,7 +71,8 @@ def enable(
     Raises:
         TypeError: not a trainer with a model.
         ValueError: ``rows`` is unknown, ``degree`` or ``mesh`` come without it or together, ``degree`` does not divide
-            the number of processes, or rows are to be pooled and a model is transformed already, without a mesh.
+            the number of processes, rows are to be pooled and a model is transformed already, without a mesh, or the
+            trainer is enabled already and this call asks for something. After an error the trainer is as it was.
         NotImplementedError: ``strict``, and the model cannot be transformed; or rows are to be pooled over ranks of
             something else than DDP and FSDP2.
     """
@@ -79,13 +84,27 @@ def enable(
         raise ValueError("degree and mesh say which ranks compute their rows together; pass rows='pooled' with them")
     if degree is not None and mesh is not None:
         raise ValueError(f"pass degree={degree} or a mesh, not both")
+    before: _Hooks | None = getattr(trainer, _HOOKS, None)
+    if before is not None and before.enabled:
+        if options or rows is not None or strict:
+            raise ValueError(
+                f"{type(trainer).__name__} is enabled already; augtree_fx.integrations.trl.disable(trainer) first"
+            )
+        return trainer
     group_shuffle(trainer)
     hooks: _Hooks = getattr(trainer, _HOOKS)
-    if rows == POOLED:
-        hooks.check_not_transformed()
-        axis = pool_mesh(hooks.trainer.accelerator, degree) if mesh is None else mesh
-        options |= {} if axis is None else {"mesh": axis, "rows": POOLED}
-    hooks.transform(strict, options)
+    try:
+        if rows == POOLED:
+            hooks.check_not_transformed()
+            axis = pool_mesh(hooks.trainer.accelerator, degree) if mesh is None else mesh
+            options |= {} if axis is None else {"mesh": axis, "rows": POOLED}
+        hooks.transform(strict, options)
+    except BaseException:
+        if before is None:
+            disable(trainer)
+        else:
+            hooks.restore_models()
+        raise
     return trainer
 
 
@@ -108,6 +127,8 @@ def group_shuffle(trainer: Trainer) -> Trainer:
 def disable(trainer: Trainer) -> Trainer:
     """Undo `enable` and `group_shuffle`: methods are the class's own again, models that `enable` transformed restored.
 
+    Methods that were put over those of `enable` since then are gone as well, and the log says so.
+
     Raises:
         ValueError: the trainer is not enabled.
     """
@@ -121,15 +142,24 @@ def disable(trainer: Trainer) -> Trainer:
     return trainer
 
 
+@contextlib.contextmanager
+def apart(trainer: Any) -> Iterator[None]:
+    """Forwards inside are this rank's own, also where rows are pooled: for callbacks that run a model on one rank."""
+    hooks: _Hooks | None = getattr(trainer, _HOOKS, None)
+    with ranks_apart([] if hooks is None else hooks.models):
+        yield
+
+
 class _Hooks:
     """What is changed about one trainer: attributes of the instance, which hide methods of its class."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._models = [model for name in MODELS if isinstance(model := getattr(trainer, name, None), nn.Module)]
+        self.models = [model for name in MODELS if isinstance(model := getattr(trainer, name, None), nn.Module)]
         self._transformed: list[nn.Module] = []
-        self._meter = Meter(self._models)
-        self._overridden: list[str] = []
+        self._meter = Meter(self.models)
+        self._overridden: dict[str, Callable[..., Any]] = {}
+        self.enabled = False
         self._hidden: dict[str, Any] = {}
         self._seen: Any = None
         self._pool: Pool | None = None
@@ -146,23 +176,23 @@ class _Hooks:
         if name in vars(self.trainer):
             self._hidden[name] = original
         setattr(self.trainer, name, method)
-        self._overridden.append(name)
+        self._overridden[name] = method
         return original
 
     def check_not_transformed(self) -> None:
-        for model in self._models:
+        for model in self.models:
             state = state_of(model)
             if state is not None and (state.lanes is None or state.lanes.rows != POOLED):
                 raise ValueError(
-                    f"{type(model).__name__} is transformed already, and does not pool rows; augtree_fx.restore(model) "
-                    "first"
+                    f"a {type(model).__name__} of this trainer is transformed already, and does not pool rows; "
+                    "augtree_fx.restore the trainer's model and ref_model first, or disable(trainer) what enable did"
                 )
 
     def _join_pool(self) -> None:
         """Keep the ranks of a pool in step, where this trainer's rows are known."""
         if self._pool is not None or not hasattr(self.trainer, "_buffered_inputs"):
             return
-        self._pool = Pool.of(self._models, _pad_token_id(self.trainer))
+        self._pool = Pool.of(self.models, _pad_token_id(self.trainer))
         if self._pool is None:
             return
         self._generate = self._override("_generate", self.generate)
@@ -174,18 +204,23 @@ class _Hooks:
             )
 
     def transform(self, strict: bool, options: dict[str, Any]) -> None:
-        for model in self._models:
+        for model in self.models:
             if state_of(model) is None:
                 augtree_fx.transform(model, strict=strict, **options)
                 if state_of(model) is not None:
                     self._transformed.append(model)
+        self.enabled = True
         self._advise()
         self._join_pool()
 
     def remove(self) -> None:
-        for name in self._overridden:
-            vars(self.trainer).pop(name, None)
+        for name, method in self._overridden.items():
+            if vars(self.trainer).pop(name, None) != method:
+                logger.warning("augtree-fx: what was put in place of %s after enable(trainer) is gone with it", name)
         vars(self.trainer).update(self._hidden)
+        self.restore_models()
+
+    def restore_models(self) -> None:
         for model in self._transformed:
             if state_of(model) is not None:
                 augtree_fx.restore(model)
@@ -195,7 +230,7 @@ class _Hooks:
         args = self.trainer.args
         group = getattr(self.trainer, "num_generations", None)
         size = getattr(args, "per_device_train_batch_size", None)
-        for state in filter(None, map(state_of, self._models)):
+        for state in filter(None, map(state_of, self.models)):
             state.torn.advice = (
                 "put rows of one prompt next to each other in the dataset and do not shuffle it"
                 if group is None
