@@ -1,7 +1,7 @@
 """The price of a placement: rounds and waves that fit in memory, the best schedule of each lane, the time of the step.
 
-Rounds and waves are slow to find and can only add time, so a placement is first priced as if memory had no end; that is
-a lower bound, and most placements are out by it.
+Rounds, waves, and what each rank of a lane has are slow to find and can only add time, so a placement is first priced
+as if memory had no end and ranks shared evenly; that is a lower bound, and most placements are out by it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from augtree_fx.planner.packing import Packing, pack
 from augtree_fx.planner.placement import Placement
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
+from augtree_fx.planner.skew import skew_of
 from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
-
-_MOVE_Q = SCHEDULES.index(Schedule.MOVE_Q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +107,7 @@ def slowest_terms(priced: Sequence[Priced]) -> list[dict[str, float]]:
 def bounds(
     placements: Sequence[Placement], costs: Costs, *, reuse: bool, schedules: Collection[Schedule] = SCHEDULES
 ) -> list[Priced]:
-    """Price placements of one shape as if each ran in one pass.
+    """Price placements of one shape as if each ran in one pass, on ranks that share evenly.
 
     Args:
         placements: units in lanes.
@@ -127,7 +126,7 @@ def bounds(
 
 
 def refine(priced: Priced, costs: Costs) -> Priced | None:
-    """The price with the rounds and waves that memory asks for; ``None`` if it does not fit.
+    """The price with the rounds and waves that memory asks for, and uneven ranks; ``None`` if it does not fit.
 
     Where prompts and branches run in one pass, queries do not move unless nothing else is allowed: keys of prompts go
     around for the prompts' own queries, and queries that move come on top. On two H200 they took 3% to 41% longer at
@@ -139,10 +138,12 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
     schedules = priced.schedules
     if packing.waves == 1:
         schedules = [one for one in schedules if one is not Schedule.MOVE_Q] or schedules
-    moved = packing.waves == 1 and len(schedules) < len(priced.schedules) and _MOVE_Q in priced.moves
-    if packing.rounds == packing.waves == 1 and not moved:
+    if packing.rounds == packing.waves == 1 and priced.placement.lane_degrees.max() == 1:
         return replace(priced, packing=packing)
-    batch = _batch(loads_of([priced.placement]), packing.waves, packing.rounds, schedules, costs)
+    loads = loads_of([priced.placement])
+    even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
+    skew = skew_of(priced.placement, packing, loads, even.terms, even.schedule)
+    batch = _batch(replace(loads, skew=skew), packing.waves, packing.rounds, schedules, costs)
     total = round(float(batch.lane_us.max()), 3)
     rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
     return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0)
@@ -187,8 +188,8 @@ def _batch(loads: Loads, waves: int, rounds: int, schedules: Collection[Schedule
     terms = terms_of(loads, waves, rounds, costs, may_gather=Schedule.GATHER_KV in schedules)
     total = terms.total_us
     allowed = [index for index, schedule in enumerate(SCHEDULES) if schedule in schedules]
-    # Nothing moves in a lane of one rank, or without branches: the last one is gather, the reference, where allowed.
-    still = (loads.degree == 1) | (loads.leaf_tokens == 0)
+    # Nothing moves in a lane of one rank: the last one is gather, the reference, where allowed.
+    still = loads.degree == 1
     schedule = np.array(allowed)[np.where(still, len(allowed) - 1, total[allowed].argmin(axis=0))]
     return _Batch(loads, terms, schedule, total[schedule, np.arange(len(schedule))])
 

@@ -19,6 +19,7 @@ _COLUMNS = {
     "attention": ("prefill_attention_us", "replay_attention_us"),
     "merge": ("merge_us",),
     "exposed": ("prefill_exposed_us", "exposed_us"),
+    "host": ("host_us",),
     "weights": ("weights_us",),
     "(transfers)": ("prefill_transfer_us", "transfer_us"),
 }
