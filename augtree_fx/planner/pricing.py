@@ -50,6 +50,8 @@ class Priced:
         rank: order of preference: time, then what is left of it without FSDP's collectives, then plans that share.
         reuse: whether shared tokens are computed once.
         schedules: those that lanes may choose from.
+        cuts: whether ranks get equal runs of tokens, as others do it, in place of what the runtime does. Keys of
+            branches move then where one is longer than a run.
     """
 
     placement: Placement
@@ -58,6 +60,7 @@ class Priced:
     rank: tuple[float, float, bool]
     reuse: bool
     schedules: Collection[Schedule]
+    cuts: bool
     _batch: _Batch
     _first: int
 
@@ -105,7 +108,12 @@ def slowest_terms(priced: Sequence[Priced]) -> list[dict[str, float]]:
 
 
 def bounds(
-    placements: Sequence[Placement], costs: Costs, *, reuse: bool, schedules: Collection[Schedule] = SCHEDULES
+    placements: Sequence[Placement],
+    costs: Costs,
+    *,
+    reuse: bool,
+    schedules: Collection[Schedule] = SCHEDULES,
+    cuts: bool = False,
 ) -> list[Priced]:
     """Price placements of one shape as if each ran in one pass, on ranks that share evenly.
 
@@ -114,13 +122,14 @@ def bounds(
         costs: what prices depend on.
         reuse: whether the shape that was placed shares tokens, for tables.
         schedules: those a lane may choose from.
+        cuts: see `Priced`.
     """
     firsts = np.cumsum([0] + [len(placement.lane_degrees) for placement in placements])[:-1]
     batch = _batch(loads_of(placements), 1, 1, schedules, costs)
     totals = np.maximum.reduceat(batch.lane_us, firsts).round(3).tolist()
     seconds = np.maximum.reduceat(batch.lane_us - _weights_us(batch), firsts).round(3).tolist()
     return [
-        Priced(placement, None, total, (total, second, not reuse), reuse, schedules, batch, first)
+        Priced(placement, None, total, (total, second, not reuse), reuse, schedules, cuts, batch, first)
         for placement, total, second, first in zip(placements, totals, seconds, firsts.tolist(), strict=True)
     ]
 
@@ -141,8 +150,13 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
     if packing.rounds == packing.waves == 1 and priced.placement.lane_degrees.max() == 1:
         return replace(priced, packing=packing)
     loads = loads_of([priced.placement])
-    even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
-    skew = skew_of(priced.placement, packing, loads, even.terms, even.schedule)
+    if priced.cuts:
+        share = loads.leaf_tokens / loads.degree / (packing.waves * packing.rounds)
+        passed_on = loads.longest_leaf * loads.degree / np.maximum(loads.degree - 1, 1)  # to the ranks of its branch
+        skew = loads.skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0))
+    else:
+        even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
+        skew = skew_of(priced.placement, packing, loads, even.terms, even.schedule)
     batch = _batch(replace(loads, skew=skew), packing.waves, packing.rounds, schedules, costs)
     total = round(float(batch.lane_us.max()), 3)
     rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
@@ -164,7 +178,7 @@ def exchanged(placement: Placement, packing: Packing, costs: Costs) -> Priced:
     schedule = np.zeros(len(loads.degree), dtype=np.int64)
     batch = _Batch(loads, terms, schedule, terms.total_us[0])
     total = round(float(batch.lane_us.max()), 3)
-    return Priced(placement, packing, total, (total, total, True), False, SCHEDULES, batch, 0)
+    return Priced(placement, packing, total, (total, total, True), False, SCHEDULES, True, batch, 0)
 
 
 def best_of(bounds: list[Priced], costs: Costs) -> tuple[Priced | None, list[Priced]]:

@@ -2,7 +2,8 @@
 
 Nothing here is shared with the closed-form costs but the measured rates of kernels. Nodes are dealt to ranks as
 `dtensor_ops.shards` deals them: long prompts in zigzag, so that every rank has the same share of each; branches whole,
-unless they are longer than a share. A rank with more tokens or pairs than its neighbour makes it wait.
+unless they are longer than a share. Baselines cut branches into equal runs of tokens in packed order. A rank with more
+tokens or pairs than its neighbour makes it wait.
 """
 
 from __future__ import annotations
@@ -74,13 +75,16 @@ def lane_pass(plan: Plan, lane: Lane, *, number: int, wave: int | None, prefills
     leaf_scores = shape.scored_tokens[leaves] / np.maximum(shape.length[leaves], 1)
     prompt_scores = shape.scored_tokens[prefilled] / np.maximum(shape.length[prefilled], 1)
     held = _dealt(plan, lane, leaves[:0], ancestors)[1]
-    cut = np.bincount(segments.leaf, minlength=len(leaves))[segments.leaf] > 1
+    pieces, passed_on = np.bincount(segments.leaf, minlength=len(leaves))[segments.leaf], 0.0
+    cut_tokens = np.where(pieces > 1, tokens, 0.0)
+    if plan.name != "augtree":  # the keys of a cut branch go to its later ranks alone
+        cut_tokens, passed_on = cut_tokens * 0, segments.begin.max(initial=0.0) / max(degree - 1, 1)
 
     def moving(window: int | None) -> float:
         reach = np.inf if window is None else float(window)
         seen = np.minimum(1.0, reach / np.maximum(shape.length[ancestors][held.leaf], 1))
         keys = summed(held.rank, (held.end - held.begin) * seen, degree)
-        return float((keys + summed(segments.rank, np.where(cut, tokens, 0.0), degree)).max())
+        return float((keys + summed(segments.rank, cut_tokens, degree)).max() + passed_on)
 
     return LanePass(
         prompt_tokens=summed(prompts.rank, prompts.end - prompts.begin, degree),
@@ -129,8 +133,8 @@ def _dealt(plan: Plan, lane: Lane, leaves: IntArray, prefilled: IntArray) -> tup
     with_branches = np.isin(nodes, shape.parent)
     long = lengths >= 2 * degree * MIN_CHUNK_TOKENS
     cut = long & with_branches & (degree > 1)
-    if lane.schedule is None:
-        cut = np.full(len(nodes), degree > 1)  # heads are split, tokens are even
+    if plan.name != "augtree":
+        cut = np.full(len(nodes), degree > 1)
     load = np.full(degree, lengths[cut].sum() / degree)
     owner = np.full(len(nodes), -1, dtype=np.int64)
     rest = np.flatnonzero(~cut)
@@ -147,9 +151,23 @@ def _dealt(plan: Plan, lane: Lane, leaves: IntArray, prefilled: IntArray) -> tup
     rank = np.where(owner[node] < 0, np.minimum(piece, 2 * degree - 1 - piece), owner[node])
     begin, end = (lengths[node] * (piece + step) / chunks[node] for step in (0, 1))
     first = node < len(prefilled)
-    found = [_Segments(node[which] - base, rank[which], begin[which], end[which])
-             for which, base in ((~first, len(prefilled)), (first, 0))]  # fmt: skip
-    return found[0], found[1]
+    prompts = _Segments(node[first], rank[first], begin[first], end[first])
+    if plan.name != "augtree":
+        return _runs(shape.length[leaves], degree), prompts
+    return _Segments(node[~first] - len(prefilled), rank[~first], begin[~first], end[~first]), prompts
+
+
+def _runs(lengths: IntArray, degree: int) -> _Segments:
+    """Branches one after another, cut into as many equal runs of tokens as there are ranks."""
+    total = int(lengths.sum())
+    ends = np.cumsum(lengths)
+    cuts = np.unique(np.concatenate([[0], ends, np.arange(1, degree) * total / degree])) if total else np.zeros(1)
+    low, high = cuts[:-1], cuts[1:]
+    middle = (low + high) / 2
+    leaf = np.searchsorted(ends, middle)
+    rank = np.minimum((middle * degree / max(total, 1)).astype(np.int64), degree - 1)
+    starts = (ends - lengths)[leaf].astype(np.float64)
+    return _Segments(leaf, rank, low - starts, high - starts)
 
 
 def _queries(plan: Plan, leaves: IntArray, segments: _Segments, ancestors: IntArray, degree: int) -> FloatArray:
