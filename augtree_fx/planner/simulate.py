@@ -225,8 +225,7 @@ class _LaneRun:
             clock.run(own + cross + prefill + self._merge_us())
             return
         if not branches:
-            schedule = lane.prefill_schedule if self.plan.num_waves > 1 else schedule
-            schedule = Schedule.ROTATE_KV if schedule is Schedule.MOVE_Q else schedule
+            schedule = lane.prefill_schedule
         shown, home = self._kv_us(kind, gathers=schedule is Schedule.GATHER_KV, backward=backward)
         if schedule is Schedule.GATHER_KV:
             end = clock.collective(shown, clock.compute)
