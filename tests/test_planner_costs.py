@@ -20,6 +20,7 @@ from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.known_models import CONFIGS
 from augtree_fx.planner.loads import loads_of
 from augtree_fx.planner.placement import placements
+from augtree_fx.planner.pricing import bounds, refine
 from augtree_fx.planner.profiles import profile
 from augtree_fx.planner.rank_work import lane_pass
 from augtree_fx.planner.simulate import simulate
@@ -124,6 +125,16 @@ def test_loads_of_lanes_are_sums_over_their_units(shape: ReplayShape, world: int
             assert loads.prefill_us[lane] == pytest.approx(work.prefill_us[units, column].sum(), rel=1e-12)
             assert loads.cross_us[:, lane] == pytest.approx(work.cross_us[:, units, column].sum(axis=1), rel=1e-12)
         first += len(placement.lane_degrees)
+
+
+@settings(max_examples=30, deadline=None)
+@given(forests(4000), st.sampled_from([2, 3, 8]), st.booleans())
+def test_bounds_are_below_prices(shape: ReplayShape, world: int, cuts: bool) -> None:
+    """Rounds, waves and uneven ranks only add time, or placements would be rejected that are the best."""
+    costs = Planner(execution=Execution(shard_weights=False)).costs(SMALL, world_size=world)
+    for bound in bounds(list(placements(shape, branches_of(shape), costs)), costs, reuse=True, cuts=cuts):
+        refined = refine(bound, costs)
+        assert refined is None or refined.total_us >= bound.total_us - 1e-3
 
 
 def test_uneven_branches_are_priced() -> None:

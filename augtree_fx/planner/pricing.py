@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from augtree_fx.planner.loads import Loads, loads_of
 from augtree_fx.planner.memory import MemoryModel
@@ -35,8 +36,8 @@ class _Batch:
 
     @cached_property
     def moves(self) -> list[int]:
-        """``[lanes]`` index of the schedule of each lane in `SCHEDULES`, -1 in lanes of one rank."""
-        return np.where(self.loads.degree > 1, self.schedule, -1).tolist()
+        """``[lanes]`` index of the schedule of each lane in `SCHEDULES`, -1 where nothing moves."""
+        return np.where(_still(self.loads), -1, self.schedule).tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,10 +203,14 @@ def _batch(loads: Loads, waves: int, rounds: int, schedules: Collection[Schedule
     terms = terms_of(loads, waves, rounds, costs, may_gather=Schedule.GATHER_KV in schedules)
     total = terms.total_us
     allowed = [index for index, schedule in enumerate(SCHEDULES) if schedule in schedules]
-    # Nothing moves in a lane of one rank: the last one is gather, the reference, where allowed.
-    still = loads.degree == 1
-    schedule = np.array(allowed)[np.where(still, len(allowed) - 1, total[allowed].argmin(axis=0))]
+    # Where nothing moves it is the last one: gather, the reference, where allowed.
+    schedule = np.array(allowed)[np.where(_still(loads), len(allowed) - 1, total[allowed].argmin(axis=0))]
     return _Batch(loads, terms, schedule, total[schedule, np.arange(len(schedule))])
+
+
+def _still(loads: Loads) -> npt.NDArray[np.bool_]:
+    """``[lanes]`` those of one rank, and those without tokens."""
+    return (loads.degree == 1) | (loads.inner_tokens + loads.leaf_tokens == 0)
 
 
 def _weights_us(batch: _Batch) -> FloatArray:
