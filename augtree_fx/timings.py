@@ -22,7 +22,7 @@ from augtree_fx.transforms.install import STATE
 TERMS = {
     "attention": ("prefill_attention_us", "replay_attention_us", "merge_us"),
     "communication": ("prefill_exposed_us", "exposed_us"),
-    "other layers": ("linear_us", "weights_us"),
+    "other layers": ("linear_us", "host_us", "weights_us"),
     "head and loss": ("head_us",),
 }
 

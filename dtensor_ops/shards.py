@@ -20,7 +20,7 @@ from augtree_fx.trie import IntArray
 # A chunk that is shorter than this costs more in launches than an equal share of it saves.
 MIN_CHUNK_TOKENS = 256
 # Tokens by which the longest share may exceed the mean one before a branch is cut.
-_UNEVEN = 1.05
+UNEVEN = 1.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ def _cut(
     has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
     for node in np.flatnonzero(has_branches & divisible).tolist():
         put_in_chunks(node)
-    most = _UNEVEN * int(layout.length[own].sum()) / num_ranks
+    most = UNEVEN * int(layout.length[own].sum()) / num_ranks
     rest = np.flatnonzero(own & ~(has_branches & divisible))
     for node in rest[np.argsort(-layout.length[rest], kind="stable")].tolist():
         if divisible[node] and load.min() + layout.length[node] > most:

@@ -1,7 +1,7 @@
 """What every plan must have.
 
-Each token once in its lane, lanes that partition the ranks, memory within its limit, and a predicted time that no
-baseline beats and that more bandwidth never makes longer.
+Each token once in its lane, lanes that partition the ranks, memory within its limit, and a predicted time that no ring
+of the same shares beats and that more bandwidth never makes longer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from planner_shapes import BIG, SMALL, forests
 from augtree_fx.planner import Execution, Hardware, Plan, Planner, ReplayShape, Schedule
 from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.memory import MemoryModel
+from augtree_fx.planner.placement import even_placement, placements
+from augtree_fx.planner.pricing import best_of, bounds
 from augtree_fx.planner.profiles import profile
 from augtree_fx.planner.units import branches_of, cut
 
@@ -126,11 +128,18 @@ def test_prompts_larger_than_memory_run_in_rounds() -> None:
 @quick
 @given(forests(), WORLDS, st.sampled_from(["h200", "a100", "cpu"]))
 def test_no_baseline_of_rings_is_predicted_to_be_faster(shape: ReplayShape, world: int, machine: str) -> None:
-    plan = Planner(machine, bucketed=False).plan(shape, SMALL, world_size=world)
+    """Rings whose ranks hold what ours would hold; one that cuts nodes of a few tokens may win, and then is named."""
+    planner = Planner(machine, bucketed=False)
+    plan, costs = planner.plan(shape, SMALL, world_size=world), planner.costs(SMALL, world_size=world)
+    rows = shape.flat()
+    for batch, reuse in ((shape, True), (rows, False)):
+        ring = even_placement(batch, branches_of(batch), world, costs)
+        tried = [*([] if ring is None else [ring]), *([] if reuse else placements(rows, branches_of(rows), costs))]
+        best = best_of(bounds(tried, costs, reuse=reuse, schedules=(Schedule.ROTATE_KV,)), costs)[0] if tried else None
+        assert best is None or plan.total_us <= best.total_us + 1e-3, reuse
     for baseline in plan.baselines:
-        # Ulysses splits heads, which our runtime does not: on rows without anything to share it may win.
-        if baseline.plan is not None and baseline.name != "ulysses":
-            assert plan.total_us <= baseline.plan.total_us + 1e-3, baseline.name
+        if baseline.plan is not None and baseline.plan.total_us < plan.total_us:
+            assert f"{baseline.name} would take" in str(plan)
 
 
 def test_a_plan_says_when_splitting_heads_would_be_faster() -> None:
@@ -180,17 +189,20 @@ def test_cut_trees_keep_their_work(shape: ReplayShape, data: st.DataObject) -> N
 
 
 def in_waves(prompt: int, responses: list[int], wave_tokens: int) -> Plan:
-    """The plan of a group on eight ranks whose memory leaves about so many response tokens to a wave."""
+    """The plan of a group on eight ranks whose memory leaves about so many response tokens to a wave.
+
+    Hosts take no time: in waves this short devices wait for them, whoever moves.
+    """
     planner = Planner(bucketed=False, execution=Execution(usable_memory=1.0))
     memory = MemoryModel.of(planner.costs(BIG, world_size=8))
     limit = float(memory.peak_bytes(prompt, wave_tokens, 8, waved=True))
-    planner.hardware = replace(planner.hardware, memory_bytes=int(limit))
+    planner.hardware = replace(planner.hardware, memory_bytes=int(limit), call_us=0.0)
     return planner.plan(ReplayShape.from_groups([prompt], [responses]), BIG, world_size=8)
 
 
 def test_long_prompts_move_queries_and_long_responses_move_keys() -> None:
     """To first order queries move while response over prompt tokens are below 1.14 times KV heads over query heads."""
-    few, many = in_waves(65536, [1024] * 64, 10_000), in_waves(4096, [4096] * 64, 33_000)
+    few, many = in_waves(131072, [256] * 512, 10_000), in_waves(4096, [4096] * 64, 33_000)
     assert few.num_waves > 1 and many.num_waves > 1
     assert few.lanes[0].schedule is Schedule.MOVE_Q and "queries move" in few.reason
     assert many.lanes[0].schedule is not Schedule.MOVE_Q and "queries would move" in many.reason
@@ -215,7 +227,7 @@ def test_a_large_and_small_groups_get_lanes_of_unequal_size() -> None:
 
 
 def test_a_group_with_a_short_prompt_is_spread_over_lanes() -> None:
-    plan = Planner("a100").plan(ReplayShape.from_groups([256], [[2048] * 64]), BIG, world_size=64)
+    plan = Planner("a100").plan(ReplayShape.from_groups([512], [[1024] * 128]), BIG, world_size=64)
     assert len(plan.lanes) > 1 and not any(part.whole for lane in plan.lanes for part in lane.parts)
     check_placement(plan)
 

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 from planner_shapes import BIG, SMALL, forests
 
 from augtree_fx.planner import Execution, ModelShape, Plan, Planner, ReplayShape
+from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.known_models import CONFIGS
 from augtree_fx.planner.loads import loads_of
 from augtree_fx.planner.placement import placements
+from augtree_fx.planner.pricing import bounds, refine
+from augtree_fx.planner.profiles import profile
 from augtree_fx.planner.rank_work import lane_pass
 from augtree_fx.planner.simulate import simulate
 from augtree_fx.planner.units import branches_of
@@ -49,10 +53,10 @@ def _single(plan: Plan) -> float:
 
 
 def test_steps_of_one_h200_are_predicted() -> None:
-    """28 shapes, of which two constants were fitted: median error under 3%, worst under 6%."""
+    """28 shapes, to which one constant was fitted: median error under 2%, worst under 6%."""
     errors = [abs(predicted / seen - 1) for predicted, seen, _, _ in measured()]
     assert len(errors) == 28
-    assert statistics.median(errors) < 0.03 and max(errors) < 0.06
+    assert statistics.median(errors) < 0.02 and max(errors) < 0.06
 
 
 def test_memory_of_one_h200_is_not_underestimated() -> None:
@@ -89,15 +93,15 @@ def test_simulation_of_one_rank_is_the_closed_form() -> None:
 
 
 def test_ranks_have_all_the_pairs_of_a_lane() -> None:
-    """Attention that is counted rank by rank adds up to the lane's, and the ends of branches weigh more."""
-    shape = ReplayShape.from_groups([4096], [[4000, 100, 100]])
+    """Attention that is counted rank by rank adds up to the lane's; a long branch is cut, short ones are whole."""
+    shape = ReplayShape.from_groups([40960], [[40000, 1000, 900]])
     plan = Planner(bucketed=False).plan(shape, BIG, world_size=4)
     (lane,) = plan.lanes
     share = lane_pass(plan, lane, number=0, wave=0, prefills=True)
-    assert share.branch_tokens.sum() == 4200 and np.ptp(share.branch_tokens) < 1e-6
+    assert sorted(share.branch_tokens) == [10000, 10000, 10900, 11000]
+    assert share.prompt_tokens.tolist() == [10240] * 4 and share.kv_tokens == (20240,)
     own = share.attention[0].own[0]
-    assert own.argmax() in (2, 3) and own.max() > 2 * own.min()
-    assert share.straddling_tokens == 3150
+    assert own[2] == own[3] < own[1] < own[0] < 1.01 * own[2]
 
 
 @settings(max_examples=30, deadline=None)
@@ -123,19 +127,31 @@ def test_loads_of_lanes_are_sums_over_their_units(shape: ReplayShape, world: int
         first += len(placement.lane_degrees)
 
 
+@settings(max_examples=30, deadline=None)
+@given(forests(4000), st.sampled_from([2, 3, 8]), st.booleans())
+def test_bounds_are_below_prices(shape: ReplayShape, world: int, cuts: bool) -> None:
+    """Rounds, waves and uneven ranks only add time, or placements would be rejected that are the best."""
+    costs = Planner(execution=Execution(shard_weights=False)).costs(SMALL, world_size=world)
+    for bound in bounds(list(placements(shape, branches_of(shape), costs)), costs, reuse=True, cuts=cuts):
+        refined = refine(bound, costs)
+        assert refined is None or refined.total_us >= bound.total_us - 1e-3
+
+
 def test_uneven_branches_are_priced() -> None:
-    """A lane whose ranks hold one branch each, and one with a branch over all of them."""
-    planner = Planner(bucketed=False)
+    """A lane whose ranks hold one branch each, and one with fewer branches than ranks, too short to be cut."""
+    planner = Planner(replace(profile("h200"), call_us=0.0), bucketed=False)  # no rank waits for its host
     even = planner.plan(ReplayShape.from_groups([8192], [[4096] * 8]), BIG, world_size=8)
-    uneven = planner.plan(ReplayShape.from_groups([8192], [[16384, *[2340] * 7]]), BIG, world_size=8)
-    assert uneven.total_us > 1.02 * even.total_us
+    uneven = planner.plan(ReplayShape.from_groups([8192], [[4000] * 9]), BIG, world_size=8)
+    assert uneven.total_us > 1.02 * even.total_us * 9 / 8
 
 
 def test_windows_cut_attention_and_transfers() -> None:
     sizes = {**CONFIGS["Qwen/Qwen3-8B"], "sliding_window": 1024, "use_sliding_window": True}
     windowed = ModelShape.from_config(sizes)
-    shape = ReplayShape.from_groups([32768], [[1024] * 8])
-    full, cut = (Planner().plan(shape, model, world_size=8) for model in (BIG, windowed))
+    shape = ReplayShape.from_groups([131072], [[8192] * 8])
+    full, cut = (
+        alternatives(shape, Planner().costs(model, world_size=8))["1 x 8, gather_kv"] for model in (BIG, windowed)
+    )
     full_terms, cut_terms = full.lanes[0].terms, cut.lanes[0].terms
     assert cut_terms["prefill_attention_us"] < full_terms["prefill_attention_us"] / 4
     assert cut_terms["linear_us"] == full_terms["linear_us"]
@@ -145,7 +161,7 @@ def test_windows_cut_attention_and_transfers() -> None:
 def test_experts_read_fewer_rows_each() -> None:
     """A token passes through 8 of 128 experts: less work than a dense model as large, more than its active weights."""
     sparse = ModelShape.from_config(CONFIGS["Qwen/Qwen3-30B-A3B"])
-    shape = ReplayShape.from_groups([4096], [[512] * 8])
+    shape = ReplayShape.from_groups([65536], [[8192] * 8])
     dense = ModelShape.from_config(CONFIGS["Qwen/Qwen3-32B"])
     times = [Planner().plan(shape, model, world_size=8).lanes[0].terms["linear_us"] for model in (sparse, dense)]
     assert times[0] < times[1] / 3

@@ -87,6 +87,7 @@ def _lanes(best: Priced) -> tuple[Lane, ...]:
             for unit in members
         )
         terms, prompt_tokens, response_tokens = terms_of[lane], round(inner[lane]), round(leaf[lane])
+        gathers = SCHEDULES[schedule[lane]] is Schedule.GATHER_KV if packing.waves == 1 else terms["prefill_gathers"]
         if packing.rounds == packing.waves == 1:
             every = tuple(node for part in parts for node in part.branches)
             passes = [Wave(0, 0, every, response_tokens)]
@@ -105,7 +106,7 @@ def _lanes(best: Priced) -> tuple[Lane, ...]:
             Lane(
                 ranks=tuple(range(rank, rank + degree)),
                 schedule=SCHEDULES[schedule[lane]],
-                prefill_schedule=Schedule.GATHER_KV if terms["prefill_gathers"] else Schedule.ROTATE_KV,
+                prefill_schedule=Schedule.GATHER_KV if gathers else Schedule.ROTATE_KV,
                 parts=parts,
                 waves=tuple(passes),
                 prompt_tokens=prompt_tokens,

@@ -1,4 +1,4 @@
-"""What others do with the same batch, as plans priced by the same model.
+"""What others do with the same batch, as plans priced by the same model. Rings share tokens evenly.
 
 ring              rows without reuse, each sharded over all ranks (ring attention, arXiv 2310.01889)
 ring with reuse   prompts once, prompts and responses sharded over all ranks
@@ -70,7 +70,7 @@ def _ring(
     usable = [placement for placement in tried if placement is not None]
     if not usable:
         return None, []
-    return best_of(bounds(usable, costs, reuse=reuse, schedules=_RING), costs)
+    return best_of(bounds(usable, costs, reuse=reuse, schedules=_RING, cuts=True), costs)
 
 
 def _ulysses(rows: ReplayShape, costs: Costs) -> tuple[Priced | None, list[Priced]]:

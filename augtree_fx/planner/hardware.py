@@ -141,7 +141,7 @@ class Hardware:
         matmul: by rows.
         memory_bytes: of one rank.
         memory_bytes_per_s: copy, read and write counted.
-        call_us: of one kernel call, however small.
+        call_us: of the host, to launch one kernel, however small; what else it does is counted in launches.
         links: from the innermost level outward.
         origins: by name of the fields above; links as ``links.NAME``.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,29 @@ if TYPE_CHECKING:
 _OWN_US = SUMS.index("own_us")
 
 
+class Skew(NamedTuple):
+    """``[lanes]`` what the rank that takes longest has, over the lane's mean: of tokens, scored tokens, and attention.
+
+    Attributes:
+        keys: of moving keys, the most that any rank has.
+        cut_tokens: of branches that are cut, whose keys move as well; tokens of the lane.
+    """
+
+    tokens: FloatArray
+    scored: FloatArray
+    prefill: FloatArray
+    own: FloatArray
+    cross: FloatArray
+    keys: FloatArray
+    cut_tokens: FloatArray
+
+    @staticmethod
+    def even(num_lanes: int) -> Skew:
+        """Every rank has the mean: the least that a lane can take."""
+        one = np.ones(num_lanes)
+        return Skew(one, one, one, one, one, one, np.zeros(num_lanes))
+
+
 @dataclass(frozen=True, eq=False)
 class Loads(Amounts):
     """Sums over the units of each lane, times at the lane's degree.
@@ -27,12 +50,14 @@ class Loads(Amounts):
         num_levels: levels of the batch's trees.
         prefill_us: ``[lanes]`` attention of prefilled nodes.
         cross_us: ``[schedules, lanes]`` attention of branches to their ancestors.
+        skew: how unevenly ranks share all that.
     """
 
     degree: FloatArray
     num_levels: int
     prefill_us: FloatArray
     cross_us: FloatArray
+    skew: Skew
 
 
 def loads_of(placements: Sequence[Placement]) -> Loads:
@@ -43,7 +68,8 @@ def loads_of(placements: Sequence[Placement]) -> Loads:
     sums = totals[: len(SUMS)]
     sums[_OWN_US] /= degree
     levels = placements[0].family.units.shape.num_levels
-    return Loads(sums, longest, degree, levels, totals[len(SUMS)], totals[len(SUMS) + 1 :])
+    even = Skew.even(len(degree))
+    return Loads(sums, longest, degree, levels, totals[len(SUMS)], totals[len(SUMS) + 1 :], even)
 
 
 def _summed(placements: Sequence[Placement]) -> tuple[FloatArray, FloatArray]:

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from augtree_fx.planner.memory import MemoryModel
+from augtree_fx.planner.memory import FLOAT32_BYTES, MemoryModel
 from augtree_fx.planner.replay_shape import IntArray, ReplayShape
-from augtree_fx.planner.terms import FLOAT32_BYTES, head_us, linear_us
+from augtree_fx.planner.terms import head_us, linear_us
 from augtree_fx.planner.units import Branches, FloatArray, Units, cut
 from augtree_fx.planner.work import BranchWork, Costs, Work, measure
 

@@ -1,7 +1,7 @@
 """The price of a placement: rounds and waves that fit in memory, the best schedule of each lane, the time of the step.
 
-Rounds and waves are slow to find and can only add time, so a placement is first priced as if memory had no end; that is
-a lower bound, and most placements are out by it.
+Rounds, waves, and what each rank of a lane has are slow to find and can only add time, so a placement is first priced
+as if memory had no end and ranks shared evenly; that is a lower bound, and most placements are out by it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from augtree_fx.planner.loads import Loads, loads_of
 from augtree_fx.planner.memory import MemoryModel
@@ -18,11 +19,10 @@ from augtree_fx.planner.packing import Packing, pack
 from augtree_fx.planner.placement import Placement
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
+from augtree_fx.planner.skew import skew_of
 from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
-
-_MOVE_Q = SCHEDULES.index(Schedule.MOVE_Q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ class _Batch:
 
     @cached_property
     def moves(self) -> list[int]:
-        """``[lanes]`` index of the schedule of each lane in `SCHEDULES`, -1 in lanes of one rank."""
-        return np.where(self.loads.degree > 1, self.schedule, -1).tolist()
+        """``[lanes]`` index of the schedule of each lane in `SCHEDULES`, -1 where nothing moves."""
+        return np.where(_still(self.loads), -1, self.schedule).tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,8 @@ class Priced:
         rank: order of preference: time, then what is left of it without FSDP's collectives, then plans that share.
         reuse: whether shared tokens are computed once.
         schedules: those that lanes may choose from.
+        cuts: whether ranks get equal runs of tokens, as others do it, in place of what the runtime does. Keys of
+            branches move then where one is longer than a run.
     """
 
     placement: Placement
@@ -59,6 +61,7 @@ class Priced:
     rank: tuple[float, float, bool]
     reuse: bool
     schedules: Collection[Schedule]
+    cuts: bool
     _batch: _Batch
     _first: int
 
@@ -106,28 +109,34 @@ def slowest_terms(priced: Sequence[Priced]) -> list[dict[str, float]]:
 
 
 def bounds(
-    placements: Sequence[Placement], costs: Costs, *, reuse: bool, schedules: Collection[Schedule] = SCHEDULES
+    placements: Sequence[Placement],
+    costs: Costs,
+    *,
+    reuse: bool,
+    schedules: Collection[Schedule] = SCHEDULES,
+    cuts: bool = False,
 ) -> list[Priced]:
-    """Price placements of one shape as if each ran in one pass.
+    """Price placements of one shape as if each ran in one pass, on ranks that share evenly.
 
     Args:
         placements: units in lanes.
         costs: what prices depend on.
         reuse: whether the shape that was placed shares tokens, for tables.
         schedules: those a lane may choose from.
+        cuts: see `Priced`.
     """
     firsts = np.cumsum([0] + [len(placement.lane_degrees) for placement in placements])[:-1]
     batch = _batch(loads_of(placements), 1, 1, schedules, costs)
     totals = np.maximum.reduceat(batch.lane_us, firsts).round(3).tolist()
     seconds = np.maximum.reduceat(batch.lane_us - _weights_us(batch), firsts).round(3).tolist()
     return [
-        Priced(placement, None, total, (total, second, not reuse), reuse, schedules, batch, first)
+        Priced(placement, None, total, (total, second, not reuse), reuse, schedules, cuts, batch, first)
         for placement, total, second, first in zip(placements, totals, seconds, firsts.tolist(), strict=True)
     ]
 
 
 def refine(priced: Priced, costs: Costs) -> Priced | None:
-    """The price with the rounds and waves that memory asks for; ``None`` if it does not fit.
+    """The price with the rounds and waves that memory asks for, and uneven ranks; ``None`` if it does not fit.
 
     Where prompts and branches run in one pass, queries do not move unless nothing else is allowed: keys of prompts go
     around for the prompts' own queries, and queries that move come on top. On two H200 they took 3% to 41% longer at
@@ -139,10 +148,17 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
     schedules = priced.schedules
     if packing.waves == 1:
         schedules = [one for one in schedules if one is not Schedule.MOVE_Q] or schedules
-    moved = packing.waves == 1 and len(schedules) < len(priced.schedules) and _MOVE_Q in priced.moves
-    if packing.rounds == packing.waves == 1 and not moved:
+    if packing.rounds == packing.waves == 1 and priced.placement.lane_degrees.max() == 1:
         return replace(priced, packing=packing)
-    batch = _batch(loads_of([priced.placement]), packing.waves, packing.rounds, schedules, costs)
+    loads = loads_of([priced.placement])
+    if priced.cuts:
+        share = loads.leaf_tokens / loads.degree / (packing.waves * packing.rounds)
+        passed_on = loads.longest_leaf * loads.degree / np.maximum(loads.degree - 1, 1)  # to the ranks of its branch
+        skew = loads.skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0))
+    else:
+        even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
+        skew = skew_of(priced.placement, packing, loads, even.terms, even.schedule)
+    batch = _batch(replace(loads, skew=skew), packing.waves, packing.rounds, schedules, costs)
     total = round(float(batch.lane_us.max()), 3)
     rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
     return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0)
@@ -163,7 +179,7 @@ def exchanged(placement: Placement, packing: Packing, costs: Costs) -> Priced:
     schedule = np.zeros(len(loads.degree), dtype=np.int64)
     batch = _Batch(loads, terms, schedule, terms.total_us[0])
     total = round(float(batch.lane_us.max()), 3)
-    return Priced(placement, packing, total, (total, total, True), False, SCHEDULES, batch, 0)
+    return Priced(placement, packing, total, (total, total, True), False, SCHEDULES, True, batch, 0)
 
 
 def best_of(bounds: list[Priced], costs: Costs) -> tuple[Priced | None, list[Priced]]:
@@ -187,10 +203,14 @@ def _batch(loads: Loads, waves: int, rounds: int, schedules: Collection[Schedule
     terms = terms_of(loads, waves, rounds, costs, may_gather=Schedule.GATHER_KV in schedules)
     total = terms.total_us
     allowed = [index for index, schedule in enumerate(SCHEDULES) if schedule in schedules]
-    # Nothing moves in a lane of one rank, or without branches: the last one is gather, the reference, where allowed.
-    still = (loads.degree == 1) | (loads.leaf_tokens == 0)
-    schedule = np.array(allowed)[np.where(still, len(allowed) - 1, total[allowed].argmin(axis=0))]
+    # Where nothing moves it is the last one: gather, the reference, where allowed.
+    schedule = np.array(allowed)[np.where(_still(loads), len(allowed) - 1, total[allowed].argmin(axis=0))]
     return _Batch(loads, terms, schedule, total[schedule, np.arange(len(schedule))])
+
+
+def _still(loads: Loads) -> npt.NDArray[np.bool_]:
+    """``[lanes]`` those of one rank, and those without tokens."""
+    return (loads.degree == 1) | (loads.inner_tokens + loads.leaf_tokens == 0)
 
 
 def _weights_us(batch: _Batch) -> FloatArray:

@@ -91,13 +91,13 @@ def _cpu() -> Hardware:
     guess = Origin("gloo over loopback, order of magnitude", "2026-11", False)
     return Hardware(
         "cpu", _curve(rates, sizes), _curve(rates, sizes), _curve(rates, sizes), _curve(rates, sizes),
-        _curve((0.05, 0.1), (64, 512)), int(16 * _GIGA), 1e10, 25.0, (loopback,),
+        _curve((0.05, 0.1), (64, 512)), int(16 * _GIGA), 1e10, 3.0, (loopback,),
         {
             **dict.fromkeys(("causal_forward", "causal_backward", "full_forward", "full_backward"), attention),
             "matmul": Origin("float32, two AVX-512 cores, torch 2.13", "2026-11", True),
             "memory_bytes": Origin("a laptop's", "2026-11", False),
             "memory_bytes_per_s": Origin("copy, two cores, torch 2.13", "2026-11", True),
-            "call_us": Origin("one call, two cores, torch 2.13", "2026-11", True),
+            "call_us": Origin("one call, two cores, torch 2.13", "2026-11-30", True),
             "links.loopback": guess,
         },
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """What every single rank has to do in one pass, counted pair by pair: the input of the simulation.
 
-Nothing here is shared with the closed-form costs but the measured rates of kernels. Prompts and rows are dealt in
-zigzag, so that every rank has the same share of each. Branches are cut into equal runs of tokens in packed order, as a
-packed tensor is sharded: a rank with the ends of long branches has more pairs than its neighbour, and waits show it.
+Nothing here is shared with the closed-form costs but the measured rates of kernels. Nodes are dealt to ranks as
+`dtensor_ops.shards` deals them: long prompts in zigzag, so that every rank has the same share of each; branches whole,
+unless they are longer than a share. Baselines cut branches into equal runs of tokens in packed order. A rank with more
+tokens or pairs than its neighbour makes it wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, UNEVEN
 from augtree_fx.planner.plan import Lane, Plan
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
@@ -38,20 +40,18 @@ class LanePass:
     """One lane's share of one pass.
 
     Attributes:
-        prompt_tokens: prefilled tokens of each rank.
+        prompt_tokens: ``[ranks]`` prefilled tokens.
         branch_tokens: ``[ranks]`` replayed tokens.
-        scored_tokens: of each rank.
+        scored_tokens: ``[ranks]``.
         attention: one entry a kind of layer, in the order of the model's `windows`.
-        kv_tokens: one entry a kind of layer: prefilled tokens of one rank's shard whose KV moves.
-        straddling_tokens: most tokens of a branch that lie on an earlier rank than its end.
+        kv_tokens: one entry a kind of layer: tokens whose KV moves, the most that one rank has.
     """
 
-    prompt_tokens: float
+    prompt_tokens: FloatArray
     branch_tokens: FloatArray
-    scored_tokens: float
+    scored_tokens: FloatArray
     attention: tuple[Attention, ...]
     kv_tokens: tuple[float, ...]
-    straddling_tokens: float
 
 
 def lane_pass(plan: Plan, lane: Lane, *, number: int, wave: int | None, prefills: bool) -> LanePass:
@@ -68,25 +68,34 @@ def lane_pass(plan: Plan, lane: Lane, *, number: int, wave: int | None, prefills
     ancestors = _ancestors(plan, lane, number)
     nodes = [node for one in lane.waves if (one.round, one.index) == (number, wave) for node in one.branches]
     leaves = np.array(nodes, dtype=np.int64)
-    segments = _segments(shape.length[leaves], degree)
+    prefilled = ancestors if prefills else ancestors[:0]
+    segments, prompts = _dealt(plan, lane, leaves, prefilled)
     queries = _queries(plan, leaves, segments, ancestors, degree)
-    length = shape.length[ancestors].astype(np.float64)
-    branch_tokens = summed(segments.rank, segments.end - segments.begin, degree)
-    kinds = tuple(
-        _attention(plan, lane, leaves, segments, queries, ancestors if prefills else ancestors[:0], ancestors, window)
-        for window, _ in model.windows
-    )
-    scored = shape.scored_tokens[leaves].sum() + (shape.scored_tokens[ancestors].sum() if prefills else 0)
+    tokens = segments.end - segments.begin
+    leaf_scores = shape.scored_tokens[leaves] / np.maximum(shape.length[leaves], 1)
+    prompt_scores = shape.scored_tokens[prefilled] / np.maximum(shape.length[prefilled], 1)
+    held = _dealt(plan, lane, leaves[:0], ancestors)[1]
+    pieces, passed_on = np.bincount(segments.leaf, minlength=len(leaves))[segments.leaf], 0.0
+    cut_tokens = np.where(pieces > 1, tokens, 0.0)
+    if plan.name != "augtree":  # the keys of a cut branch go to its later ranks alone
+        cut_tokens, passed_on = cut_tokens * 0, segments.begin.max(initial=0.0) / max(degree - 1, 1)
+
+    def moving(window: int | None) -> float:
+        reach = np.inf if window is None else float(window)
+        seen = np.minimum(1.0, reach / np.maximum(shape.length[ancestors][held.leaf], 1))
+        keys = summed(held.rank, (held.end - held.begin) * seen, degree)
+        return float((keys + summed(segments.rank, cut_tokens, degree)).max() + passed_on)
+
     return LanePass(
-        prompt_tokens=float(length.sum()) / degree if prefills else 0.0,
-        branch_tokens=branch_tokens,
-        scored_tokens=float(scored) / degree,
-        attention=kinds,
-        kv_tokens=tuple(
-            float(np.minimum(length, np.inf if window is None else window).sum()) / degree
+        prompt_tokens=summed(prompts.rank, prompts.end - prompts.begin, degree),
+        branch_tokens=summed(segments.rank, tokens, degree),
+        scored_tokens=summed(segments.rank, tokens * leaf_scores[segments.leaf], degree)
+        + summed(prompts.rank, (prompts.end - prompts.begin) * prompt_scores[prompts.leaf], degree),
+        attention=tuple(
+            _attention(plan, lane, leaves, segments, queries, prompts, prefilled, ancestors, window)
             for window, _ in model.windows
         ),
-        straddling_tokens=float(segments.begin.max(initial=0)),
+        kv_tokens=tuple(moving(window) for window, _ in model.windows),
     )
 
 
@@ -108,7 +117,7 @@ def _ancestors(plan: Plan, lane: Lane, number: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class _Segments:
-    """Runs of tokens ``[begin, end)`` of branch number `leaf` on rank `rank`."""
+    """Runs of tokens ``[begin, end)`` of node number `leaf` on rank `rank`."""
 
     leaf: IntArray
     rank: IntArray
@@ -116,8 +125,40 @@ class _Segments:
     end: FloatArray
 
 
-def _segments(lengths: IntArray, degree: int) -> _Segments:
-    """Cut branches, one after another, into as many equal runs of tokens as there are ranks."""
+def _dealt(plan: Plan, lane: Lane, leaves: IntArray, prefilled: IntArray) -> tuple[_Segments, _Segments]:
+    """Runs of branches and of prefilled nodes that run in one pass."""
+    shape, degree = plan.shape, lane.degree
+    nodes = np.concatenate([prefilled, leaves])
+    lengths = shape.length[nodes]
+    with_branches = np.isin(nodes, shape.parent)
+    long = lengths >= 2 * degree * MIN_CHUNK_TOKENS
+    cut = long & with_branches & (degree > 1)
+    if plan.name != "augtree":
+        cut = np.full(len(nodes), degree > 1)
+    load = np.full(degree, lengths[cut].sum() / degree)
+    owner = np.full(len(nodes), -1, dtype=np.int64)
+    rest = np.flatnonzero(~cut)
+    for number in rest[np.argsort(-lengths[rest], kind="stable")].tolist():
+        least = int(load.argmin())
+        if degree > 1 and long[number] and load[least] + lengths[number] > UNEVEN * lengths.sum() / degree:
+            load += lengths[number] / degree
+        else:
+            owner[number] = least
+            load[least] += lengths[number]
+    chunks = np.where(owner < 0, 2 * degree, 1)
+    node = np.repeat(np.arange(len(nodes)), chunks)
+    piece = np.arange(len(node)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    rank = np.where(owner[node] < 0, np.minimum(piece, 2 * degree - 1 - piece), owner[node])
+    begin, end = (lengths[node] * (piece + step) / chunks[node] for step in (0, 1))
+    first = node < len(prefilled)
+    prompts = _Segments(node[first], rank[first], begin[first], end[first])
+    if plan.name != "augtree":
+        return _runs(shape.length[leaves], degree), prompts
+    return _Segments(node[~first] - len(prefilled), rank[~first], begin[~first], end[~first]), prompts
+
+
+def _runs(lengths: IntArray, degree: int) -> _Segments:
+    """Branches one after another, cut into as many equal runs of tokens as there are ranks."""
     total = int(lengths.sum())
     ends = np.cumsum(lengths)
     cuts = np.unique(np.concatenate([[0], ends, np.arange(1, degree) * total / degree])) if total else np.zeros(1)
@@ -149,26 +190,26 @@ def _attention(
     leaves: IntArray,
     segments: _Segments,
     queries: FloatArray,
+    prompts: _Segments,
     prefilled: IntArray,
     ancestors: IntArray,
     window: int | None,
 ) -> Attention:
     costs, degree, shape = plan.costs, lane.degree, plan.shape
     reach = np.inf if window is None else float(window)
-    length = shape.length[prefilled].astype(np.float64)
-    chunk = length / (2 * degree) if degree > 1 else length
+    chunk = np.minimum(prompts.end - prompts.begin, reach)
     if lane.schedule is None:
-        chunk = length  # heads are split, not tokens
-    pairs = causal_pairs(length, window) / degree
-    prefill = _time(pairs, np.minimum(chunk, reach), costs, causal=True).sum(axis=1)
-    start = shape.path_start[prefilled].astype(np.float64)
-    seen = causal_pairs(start + length, window) - causal_pairs(start, window) - causal_pairs(length, window)
-    prefill = prefill + _time(seen / degree, np.minimum(chunk, reach), costs, causal=False).sum(axis=1)
+        chunk = np.minimum(shape.length[prefilled][prompts.leaf], reach)  # heads are split, not tokens
+    pairs = causal_pairs(prompts.end, window) - causal_pairs(prompts.begin, window)
+    start = shape.path_start[prefilled][prompts.leaf].astype(np.float64)
+    seen = causal_pairs(start + prompts.end, window) - causal_pairs(start + prompts.begin, window) - pairs
+    prefill_us = _time(pairs, chunk, costs, causal=True) + _time(seen, chunk, costs, causal=False)
+    prefill = np.stack([summed(prompts.rank, one, degree) for one in prefill_us])
     own = causal_pairs(segments.end, window) - causal_pairs(segments.begin, window)
     own_us = _time(own, np.minimum(segments.end - segments.begin, reach), costs, causal=True)
     own_by_rank = np.stack([summed(segments.rank, one, degree) for one in own_us])
     cross = _cross(plan, lane, leaves, segments, queries, ancestors, window)
-    return Attention(np.repeat(prefill[:, None], degree, axis=1), own_by_rank, cross)
+    return Attention(prefill, own_by_rank, cross)
 
 
 def _cross(

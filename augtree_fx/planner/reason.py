@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from augtree_fx.planner.plan import Candidate
 from augtree_fx.planner.pricing import Priced
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.terms import kv_bytes, query_bytes
+from augtree_fx.planner.transfers import kv_bytes, query_bytes
 from augtree_fx.planner.work import SCHEDULES, Costs
 
 _GIGA = 1e9

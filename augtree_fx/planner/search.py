@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from augtree_fx.planner.memory import MemoryModel
@@ -48,8 +46,7 @@ def least_us(shape: ReplayShape, costs: Costs) -> float:
     largest = 1 << 24
     pair_us = execution.forwards * machine.causal_forward.us_per_flop(largest)
     pair_us = pair_us + execution.backwards * BACKWARD_FLOP * machine.causal_backward.us_per_flop(largest)
-    free = replace(costs, hardware=replace(machine, call_us=0.0))
-    token_us = linear_us(np.array(float(largest)), 1, free) / largest
+    token_us = linear_us(np.array(float(largest)), 1, costs) / largest
     scored_us = head_us(np.array(float(largest)), costs) / largest
     scored = (times * np.minimum(shape.scored_tokens[ends], rows)).sum()
     total = shape.num_row_tokens * token_us + scored * scored_us + pairs * model.pair_flop * pair_us

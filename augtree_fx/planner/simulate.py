@@ -1,7 +1,8 @@
-"""Event-level simulation of a step: a compute queue and a link queue on every rank, layer by layer.
+"""Event-level simulation of a step: a host, a compute queue and a link queue on every rank, layer by layer.
 
 It knows nothing of the closed-form costs. A transfer starts when its data is there and the link is free; a kernel
 starts when its operands are there and the rank is free; a collective starts when the last rank of its lane is ready.
+A layer is not over before its host has launched it; hosts run ahead.
 The first layer of each kind is simulated cold, the second one stands for all further ones of that kind.
 """
 
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from augtree_fx.planner.host import layer_us
+from augtree_fx.planner.memory import FLOAT32_BYTES
 from augtree_fx.planner.plan import Lane, Plan
-from augtree_fx.planner.rank_work import Attention, LanePass, lane_pass
+from augtree_fx.planner.rank_work import LanePass, lane_pass
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.terms import FLOAT32_BYTES, MERGE_BYTES, head_us, linear_us
+from augtree_fx.planner.terms import MERGE_BYTES, head_us, linear_us
 from augtree_fx.planner.units import FloatArray
 
 LEFT_OUT = (
-    "contention between lanes and with FSDP on the same network, stragglers and clock drift, allocator and Python "
-    "time, the optimizer, data loading, generation, uneven experts"
+    "contention between lanes and with FSDP on the same network, stragglers and clock drift, the allocator, "
+    "the optimizer, data loading, generation, uneven experts"
 )
 _SIMULATED_LAYERS = 2
 
@@ -42,11 +45,18 @@ class Simulation:
 
 @dataclass
 class _Clock:
-    """Times at which each rank of a lane is free: to compute, and to send. `busy` is the time its kernels ran."""
+    """Times at which each rank of a lane is free: to compute, and to send. `busy` is the time its kernels ran, `host`
+    when what is launched so far was."""
 
     compute: FloatArray
     link: FloatArray
     busy: FloatArray
+    host: float = 0.0
+
+    @staticmethod
+    def of(degree: int) -> _Clock:
+        """At the start of a step."""
+        return _Clock(np.zeros(degree), np.zeros(degree), np.zeros(degree))
 
     def run(self, duration: FloatArray | float, ready: FloatArray | float = 0.0) -> None:
         """A kernel on every rank, not before its operands are there."""
@@ -59,16 +69,32 @@ class _Clock:
         self.link = np.full_like(self.link, end)
         return end
 
-    def ring(self, work: FloatArray, transfer_us: float) -> None:
-        """A ring: at each step a d-th of the work, while the next shard comes from the neighbour."""
+    def ring(self, first: FloatArray, work: FloatArray, shown_us: float, home_us: float) -> None:
+        """A ring: at each step a d-th of the work, while the next shard comes from the neighbour.
+
+        Args:
+            first: work of the first step alone.
+            work: of all steps.
+            shown_us: one step of what all ranks have to see.
+            home_us: one step of what goes home, one step behind.
+        """
         degree = len(work)
         held = self.compute.copy()  # when each rank holds the shard of the step
         for step in range(degree):
             if step < degree - 1:
-                arrived = np.maximum(np.roll(np.maximum(held, self.link), 1), self.link) + transfer_us
-            self.run(work / degree, held)
+                took = shown_us + home_us * (step > 0)
+                arrived = np.maximum(np.roll(np.maximum(held, self.link), 1), self.link) + took
+            self.run(work / degree + first * (step == 0), held)
             if step < degree - 1:
                 self.link, held = arrived, arrived
+        if home_us and degree > 1:
+            self.link = np.maximum(np.roll(np.maximum(self.compute, self.link), 1), self.link) + home_us
+            self.run(0.0, self.link)
+
+    def launched(self, took_us: float) -> None:
+        """A layer that took its host so long."""
+        self.host += took_us
+        self.run(0.0, self.host)
 
 
 def simulate(plan: Plan) -> Simulation:
@@ -77,7 +103,7 @@ def simulate(plan: Plan) -> Simulation:
     Args:
         plan: ours, or a baseline's.
     """
-    clocks = [_Clock(*(np.zeros(lane.degree) for _ in range(3))) for lane in plan.lanes]
+    clocks = [_Clock.of(lane.degree) for lane in plan.lanes]
     collective_us = _weights_us(plan)
     started = 0.0
     lane_us = np.zeros(len(plan.lanes))
@@ -140,14 +166,14 @@ class _LaneRun:
     def run(self, one: _Pass) -> None:
         costs = self.plan.costs
         if one.forward:
-            self._layers(self._forward)
-            self.clock.run(float(head_us(np.array(self.share.scored_tokens), costs)))
+            self._layers(self._forward, one)
+            self.clock.run(head_us(self.share.scored_tokens, costs))
         if one.backward:
-            self._layers(self._backward)
+            self._layers(self._backward, one)
 
-    def _layers(self, layer: Callable[[int], None]) -> None:
+    def _layers(self, layer: Callable[[int], None], one: _Pass) -> None:
         """All layers, kind by kind: two are simulated, the others repeat the second."""
-        clock = self.clock
+        clock, host_us = self.clock, self._host_us(one, backward=layer == self._backward)
         for kind, (_, count) in enumerate(self.plan.costs.model.windows):
             for index in range(min(count, _SIMULATED_LAYERS)):
                 before, busy = float(clock.compute.max()), clock.busy
@@ -157,6 +183,19 @@ class _LaneRun:
                     gained = (float(clock.compute.max()) - before) * repeats
                     clock.compute, clock.link = clock.compute + gained, clock.link + gained
                     clock.busy = clock.busy + (clock.busy - busy) * repeats
+                    clock.launched(host_us * repeats)
+                clock.launched(host_us)
+
+    def _host_us(self, one: _Pass, *, backward: bool) -> float:
+        """A layer's time on the host, in backward with the forward that runs again."""
+        plan, degree = self.plan, np.array(float(self.lane.degree))
+        if not (self.share.prompt_tokens.any() or self.share.branch_tokens.any()):
+            return 0.0
+        schedule = self.lane.schedule or Schedule.GATHER_KV
+        args = (degree, plan.shape.num_levels, schedule, plan.costs)
+        forward_us = float(layer_us(*args, backward=False, keys=one.prefills))
+        again = forward_us * plan.costs.execution.checkpointing
+        return float(layer_us(*args, backward=True, keys=one.prefills)) + again if backward else forward_us
 
     def _forward(self, kind: int) -> None:
         self._dense(1)
@@ -175,52 +214,48 @@ class _LaneRun:
         self.clock.run(linear_us(tokens, 1, costs) * products / whole)
 
     def _attend(self, kind: int, *, backward: bool) -> None:
-        work = self.share.attention[kind]
-        row = int(backward)
-        if self.lane.schedule is None:
+        work, row = self.share.attention[kind], int(backward)
+        clock, lane, schedule = self.clock, self.lane, self.lane.schedule
+        prompts, branches = self.share.prompt_tokens.any(), self.share.branch_tokens.any()
+        if schedule is None:
             self._exchange_heads(work.prefill[row])
             return
-        kv_us = self._kv_us(kind, gathers=False, backward=backward)
-        self._straddle(kind, backward)
-        if self.share.prompt_tokens:
-            if self.lane.prefill_schedule is Schedule.GATHER_KV and self.lane.degree > 1:
-                end = self.clock.collective(self._kv_us(kind, gathers=True, backward=backward), self.clock.compute)
-                self.clock.run(work.prefill[row], end)
-            else:
-                self.clock.ring(work.prefill[row], kv_us)
-        if self.share.branch_tokens.any():
-            self._replay(kind, work, backward)
-
-    def _replay(self, kind: int, work: Attention, backward: bool) -> None:
-        clock, row, schedule = self.clock, int(backward), self.lane.schedule
-        merge = self._merge_us()
-        if self.lane.degree == 1:
-            clock.run(work.own[row] + work.cross[row] + merge)
+        own, cross, prefill = work.own[row], work.cross[row], work.prefill[row]
+        if lane.degree == 1:
+            clock.run(own + cross + prefill + self._merge_us())
+            return
+        if not branches:
+            schedule = lane.prefill_schedule
+        shown, home = self._kv_us(kind, gathers=schedule is Schedule.GATHER_KV, backward=backward)
+        if schedule is Schedule.GATHER_KV:
+            end = clock.collective(shown, clock.compute)
+            clock.run(own + (prefill + cross) / lane.degree)
+            clock.run((prefill + cross) * (1 - 1 / lane.degree) + self._merge_us() * branches, end)
+            if backward:
+                clock.run(0.0, clock.collective(home, clock.compute))
         elif schedule is Schedule.ROTATE_KV:
-            clock.ring(work.own[row] + work.cross[row], self._kv_us(kind, gathers=False, backward=backward))
-            clock.run(merge * self.lane.degree)
-        elif schedule is Schedule.MOVE_Q:
-            sent, returned = self._query_us(backward)
-            end = clock.collective(sent, clock.compute)
-            clock.run(work.own[row])
-            clock.run(work.cross[row], end)
-            end = clock.collective(returned, clock.compute)
-            clock.run(merge * self.lane.degree, end)
+            clock.ring(own, prefill + cross, shown, home)
+            clock.run(self._merge_us() * lane.degree)
         else:
-            end = clock.collective(self._kv_us(kind, gathers=True, backward=backward), clock.compute)
-            clock.run(work.own[row])
-            clock.run(work.cross[row] + merge, end)
+            sent, returned = self._query_us(backward)
+            if prompts:  # keys of prompts go around for their own queries
+                clock.ring(own * 0, prefill, shown, home)
+            end = clock.collective(sent, clock.compute)
+            clock.run(own)
+            clock.run(cross, end)
+            clock.run(self._merge_us() * lane.degree, clock.collective(returned, clock.compute))
 
-    def _kv_us(self, kind: int, *, gathers: bool, backward: bool) -> float:
-        """One step of the ring, or one gather with the reduce-scatter of its gradients."""
+    def _kv_us(self, kind: int, *, gathers: bool, backward: bool) -> tuple[float, float]:
+        """One step of the ring, or one gather and the reduce-scatter of gradients: what is shown, what goes home."""
         model, degree = self.plan.costs.model, self.lane.degree
         link = self.plan.costs.hardware.link(degree)
-        values = self.share.kv_tokens[kind] * model.kv_values_per_token
-        shown, returned = values * model.dtype_bytes, values * FLOAT32_BYTES * backward
+        values = self.share.kv_tokens[kind] * model.kv_values_per_token * 1e6
+        shown, home = values * model.dtype_bytes, values * FLOAT32_BYTES
         if not gathers:
-            return link.latency_us + (shown + returned) / link.ring_bytes_per_s * 1e6
-        time = shown / link.all_gather_bytes_per_s + returned / link.reduce_scatter_bytes_per_s
-        return link.latency_us * (1 + backward) + time * (degree - 1) * 1e6
+            back = link.latency_us + home / link.ring_bytes_per_s
+            return link.latency_us + shown / link.ring_bytes_per_s, back * backward
+        back = link.latency_us + home / link.reduce_scatter_bytes_per_s * (degree - 1)
+        return link.latency_us + shown / link.all_gather_bytes_per_s * (degree - 1), back * backward
 
     def _query_us(self, backward: bool) -> tuple[float, float]:
         model, degree = self.plan.costs.model, self.lane.degree
@@ -233,18 +268,6 @@ class _LaneRun:
             link.latency_us + sent / link.all_gather_bytes_per_s * 1e6,
             link.latency_us + returned / link.all_to_all_bytes_per_s * 1e6,
         )
-
-    def _straddle(self, kind: int, backward: bool) -> None:
-        """Branches that were cut between ranks: the later rank needs the KV of the earlier part."""
-        if not self.share.straddling_tokens or self.lane.degree == 1:
-            return
-        model = self.plan.costs.model
-        link = self.plan.costs.hardware.link(self.lane.degree)
-        window = model.windows[kind][0]
-        tokens = min(self.share.straddling_tokens, float("inf") if window is None else window)
-        moved = tokens * model.kv_values_per_token * (model.dtype_bytes + FLOAT32_BYTES * backward)
-        end = self.clock.collective(link.latency_us + moved / link.ring_bytes_per_s * 1e6, self.clock.compute)
-        self.clock.run(0.0, end)
 
     def _merge_us(self) -> FloatArray:
         """Merge of one partial of every branch token of each rank."""
@@ -262,6 +285,6 @@ class _LaneRun:
         kv_values = max(degree, model.num_kv_heads) * (model.head_dim + model.value_head_dim)
         sides = ((model.query_values_per_token + kv_values, attention), (model.output_values_per_token, 0.0))
         for values, then in sides:
-            moved = self.share.prompt_tokens * values * model.dtype_bytes * (degree - 1) / degree
+            moved = float(self.share.prompt_tokens.max()) * values * model.dtype_bytes * (degree - 1) / degree
             took = link.latency_us + moved / link.all_to_all_bytes_per_s * 1e6
             self.clock.run(then, self.clock.collective(took, self.clock.compute))

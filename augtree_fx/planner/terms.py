@@ -1,30 +1,32 @@
 """Predicted time of lanes, term by term, for every schedule: the closed form that plans are chosen by.
 
-A rank of a lane of degree d computes a d-th of the lane's tokens. Transfers overlap with attention as far as the
-schedule lets them; what is left over is *exposed*. Keys, values, queries and gradients of outputs move in the model's
-dtype, partials and gradients of keys, values and queries in float32.
+A rank of a lane of degree d computes a d-th of the lane's tokens, or what its skew says. Transfers overlap with
+attention as far as the schedule lets them; what is left over is *exposed*.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 
+from augtree_fx.planner.host import waits_us
 from augtree_fx.planner.loads import Loads
+from augtree_fx.planner.memory import HEAD_CHUNK_TOKENS
 from augtree_fx.planner.replay_shape import IntArray
+from augtree_fx.planner.transfers import Replay, joint_us, kv_us, links_of, replay_us
 from augtree_fx.planner.units import FloatArray
-from augtree_fx.planner.work import SCHEDULES, Costs
+from augtree_fx.planner.work import Costs
 
 # Reads and writes of a token between matmuls in one layer, forward, in (hidden size + width of queries): norms, rotary
 # embedding, activation, residuals in eager transformers code. Fitted to examples/results/2026-11-29-step-h200.md.
-ELEMENTWISE_PASSES = 92.0
-# Reads and writes of a float32 logit, forward: log-probs and entropy in chunks. Same fit.
-LOGIT_PASSES = 6.0
-KERNELS_PER_LAYER = 40  # launches of one layer's forward in eager transformers code; an estimate, not counted
+ELEMENTWISE_PASSES = 88.0
+# Bytes read and written for each logit between matmuls, counted in torch 2.11. Forward: to float32 (6), and logsumexp
+# as amax (4), difference (8), exp in place (8), sum (4). Backward: exp of a difference times a gradient (24), zeros for
+# the target's (4), the sum of both (12), to bf16 (6).
+LOGIT_FORWARD_BYTES, LOGIT_BACKWARD_BYTES = 30.0, 46.0
+WEIGHT_SUM_PASSES = 3  # a chunk's gradient of the head's weights is added to those before: two reads, one write
 MERGE_BYTES = 10  # read and written for each value of a partial: the partial, the sum in float32 twice
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +37,15 @@ class Terms:
         linear_us: matmuls and what lies between them, of all tokens.
         head_us: LM head and log-probs.
         prefill_attention_us: attention of prefilled nodes.
-        prefill_transfer_us: keys and values of prefilled nodes around the lane, and their gradients back.
+        prefill_transfer_us: keys and values of prefilled nodes around the lane, and their gradients back, in a pass of
+            their own; where branches run in the same pass, keys move once, and count as the replay's.
         prefill_exposed_us: of it, what attention does not cover.
         prefill_gathers: whether prefill gathers instead of rotating.
         replay_attention_us: attention of branches, to themselves and to ancestors.
-        transfer_us: of the replay.
+        transfer_us: of the replay, or of the one pass.
         exposed_us: of it, what attention does not cover.
         merge_us: partial softmax.
+        host_us: waits for the host.
         weights_us: FSDP's collectives, as far as they are not covered.
     """
 
@@ -55,13 +59,14 @@ class Terms:
     transfer_us: FloatArray
     exposed_us: FloatArray
     merge_us: FloatArray
+    host_us: FloatArray
     weights_us: FloatArray
 
     @property
     def total_us(self) -> FloatArray:
         """``[schedules, lanes]``."""
         lane = self.linear_us + self.head_us + self.prefill_attention_us + self.prefill_exposed_us
-        return lane + self.replay_attention_us + self.exposed_us + self.merge_us + self.weights_us
+        return lane + self.replay_attention_us + self.exposed_us + self.merge_us + self.host_us + self.weights_us
 
     def rows(self, lanes: IntArray, schedule: IntArray) -> list[dict[str, float]]:
         """Every term of some lanes, each in its schedule."""
@@ -84,18 +89,18 @@ def linear_us(tokens: FloatArray, passes: FloatArray | int, costs: Costs) -> Flo
         weight_us = weight_us + model.expert_weights * machine.matmul.us_per_flop(busy)
     width = model.hidden_size + model.query_values_per_token
     moved = ELEMENTWISE_PASSES * width * model.dtype_bytes / machine.memory_bytes_per_s * 1e6
-    time = tokens * model.num_layers * products * (2 * weight_us + moved)
-    launches = passes * model.num_layers * products * KERNELS_PER_LAYER * machine.call_us
-    return np.maximum(time, np.where(tokens > 0, launches, 0.0))
+    return tokens * model.num_layers * products * (2 * weight_us + moved)
 
 
 def head_us(scored: FloatArray, costs: Costs) -> FloatArray:
     """LM head of one rank's scored tokens, in chunks: the forward runs again in backward."""
-    model, machine = costs.model, costs.hardware
-    products = 1 + 3 * costs.execution.backwards
-    product = 2 * model.hidden_size * model.vocab_size * machine.matmul.us_per_flop(scored)
-    moved = LOGIT_PASSES * model.vocab_size * FLOAT32_BYTES / machine.memory_bytes_per_s * 1e6
-    return scored * products * (product + moved)
+    model, machine, backwards = costs.model, costs.hardware, costs.execution.backwards
+    weights = model.hidden_size * model.vocab_size
+    product = 2 * weights * machine.matmul.us_per_flop(np.minimum(scored, HEAD_CHUNK_TOKENS))
+    between = LOGIT_FORWARD_BYTES * (1 + backwards) + LOGIT_BACKWARD_BYTES * backwards
+    copied_us = 1e6 / machine.memory_bytes_per_s
+    sums = np.ceil(scored / HEAD_CHUNK_TOKENS) * backwards * WEIGHT_SUM_PASSES * weights * model.dtype_bytes * copied_us
+    return scored * ((1 + 3 * backwards) * product + between * model.vocab_size * copied_us) + sums
 
 
 def weights_us(compute_us: FloatArray, passes: FloatArray | int, costs: Costs) -> FloatArray:
@@ -109,24 +114,6 @@ def weights_us(compute_us: FloatArray, passes: FloatArray | int, costs: Costs) -
     scatters = execution.backwards * moved / link.reduce_scatter_bytes_per_s
     calls = costs.model.num_layers * (1 + 2 * execution.backwards) * link.latency_us
     return np.maximum(passes * (gathers + scatters + calls) - compute_us, 0.0)
-
-
-def kv_bytes(token_layers: FloatArray | float, costs: Costs) -> tuple[FloatArray | float, FloatArray | float]:
-    """Keys and values of so many tokens times layers: bytes shown, in forward and again in backward, and bytes of their
-    float32 gradients."""
-    values = token_layers * costs.model.kv_values_per_token
-    shown = costs.execution.forwards + costs.execution.backwards
-    return values * costs.model.dtype_bytes * shown, values * FLOAT32_BYTES * costs.execution.backwards
-
-
-def query_bytes(token_layers: FloatArray | float, costs: Costs) -> tuple[FloatArray | float, FloatArray | float]:
-    """Queries of so many tokens times layers: bytes sent (queries, in backward with the output's gradient) and float32
-    bytes that return (partials, gradients of queries)."""
-    model, execution = costs.model, costs.execution
-    queries, outputs = token_layers * model.query_values_per_token, token_layers * model.output_values_per_token
-    sent = queries * model.dtype_bytes * (execution.forwards + execution.backwards)
-    sent = sent + outputs * model.dtype_bytes * execution.backwards
-    return sent, FLOAT32_BYTES * (outputs * execution.forwards + queries * execution.backwards)
 
 
 def exchange_us(tokens: FloatArray, degree: FloatArray, costs: Costs) -> FloatArray:
@@ -153,128 +140,42 @@ def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs, *, may_gather:
         may_gather: whether prefill may gather keys and values where a ring takes longer.
     """
     model, execution = costs.model, costs.execution
-    degree = loads.degree
+    degree, skew = loads.degree, loads.skew
     passes = rounds * (waves + 1 if waves > 1 else 1)
     lane_tokens = loads.inner_tokens + loads.leaf_tokens
-    linear = linear_us(lane_tokens / degree, passes, costs)
-    head = head_us(loads.scored_tokens / degree, costs)
-    directions = execution.forwards + 2 * execution.backwards
-    calls = costs.hardware.call_us * model.num_layers * directions
-    ring_calls = np.where(loads.inner_tokens > 0, degree * calls * rounds, 0.0)
-    prefill = np.maximum(loads.prefill_us, ring_calls)
-    links = _links(degree, costs)
-    ring, gather = _kv_us(loads, 1, rounds, links, costs)
-    ring_exposed = np.maximum(ring - prefill * (degree - 1) / degree, 0.0)
-    gathers = (gather < ring_exposed) & may_gather
-    replay, transfer, exposed = _replay_us(loads, waves, rounds, calls, links, costs)
+    linear = linear_us(lane_tokens / degree, passes, costs) * skew.tokens
+    head = head_us(loads.scored_tokens / degree * skew.scored, costs)
+    prefill = loads.prefill_us * skew.prefill
+    links = links_of(degree, costs)
+    replay = Replay.of(loads)
+    if waves == 1:
+        transfer, exposed = joint_us(loads, rounds, prefill, replay, links, costs)
+        ring = ring_exposed = np.zeros_like(prefill)
+        gathers = np.zeros(len(prefill), dtype=bool)
+    else:
+        keys = kv_us(loads, 1, rounds, links, costs, cut=False)
+        ring, ring_exposed = keys.ring, keys.ring_exposed(prefill * (degree - 1) / degree, degree)
+        gathers = (keys.gather < ring_exposed) & may_gather
+        ring, ring_exposed = (np.where(gathers, keys.gather, time) for time in (ring, ring_exposed))
+        transfer, exposed = replay_us(loads, waves, rounds, replay, links, costs)
     depth = loads.num_levels - 1
     shards = np.stack([degree, degree, np.ones_like(degree)]) * depth
     merged = shards * loads.leaf_tokens + np.where(gathers, 0.0, degree - 1) * loads.inner_tokens
-    merge_bytes = merged / degree * model.output_values_per_token * MERGE_BYTES * model.num_layers
+    merge_bytes = merged / degree * skew.tokens * model.output_values_per_token * MERGE_BYTES * model.num_layers
     merge = merge_bytes * (execution.forwards + execution.backwards) / costs.hardware.memory_bytes_per_s * 1e6
-    prefill_exposed = np.where(gathers, gather, ring_exposed)
-    compute = linear + head + prefill + prefill_exposed + replay + exposed + merge
+    layers = linear + prefill + ring_exposed + replay.total_us + exposed + merge
+    waits = waits_us(loads, waves, rounds, layers, head, costs)
     return Terms(
         linear_us=linear,
         head_us=head,
         prefill_attention_us=prefill,
-        prefill_transfer_us=np.where(gathers, gather, ring),
-        prefill_exposed_us=prefill_exposed,
+        prefill_transfer_us=ring,
+        prefill_exposed_us=ring_exposed,
         prefill_gathers=gathers.astype(np.float64),
-        replay_attention_us=replay,
+        replay_attention_us=replay.total_us,
         transfer_us=transfer,
         exposed_us=exposed,
         merge_us=merge,
-        weights_us=weights_us(compute, passes, costs),
+        host_us=waits,
+        weights_us=weights_us(layers + head + waits, passes, costs),
     )
-
-
-class _Links(NamedTuple):
-    """``[lanes]``: latency in us, and us of one byte, of the link that binds each lane."""
-
-    latency_us: FloatArray
-    ring: FloatArray
-    gather: FloatArray
-    scatter: FloatArray
-    exchange: FloatArray
-
-
-def _links(degree: FloatArray, costs: Costs) -> _Links:
-    distinct, where = np.unique(degree, return_inverse=True)
-    links = [costs.hardware.link(int(ranks)) for ranks in distinct]
-    rows = [
-        (
-            link.latency_us,
-            1e6 / link.ring_bytes_per_s,
-            1e6 / link.all_gather_bytes_per_s,
-            1e6 / link.reduce_scatter_bytes_per_s,
-            1e6 / link.all_to_all_bytes_per_s,
-        )
-        for link in links
-    ]
-    return _Links(*np.array(rows).T[:, where])
-
-
-def _kv_us(loads: Loads, waves: int, rounds: int, links: _Links, costs: Costs) -> tuple[FloatArray, FloatArray]:
-    """Time to show every rank of a lane all prompt KV, `waves` times a round, and to bring float32 gradients home.
-
-    Returns:
-        By a ring, and by gather and reduce-scatter.
-    """
-    execution, model = costs.execution, costs.model
-    degree, moves = loads.degree, loads.degree > 1
-    payload, gradients = kv_bytes(loads.kv_token_layers * (degree - 1) / degree * waves, costs)
-    calls = model.num_layers * (execution.forwards + 2 * execution.backwards) * links.latency_us * waves * rounds
-    calls = np.where(moves & (loads.kv_token_layers > 0), calls, 0.0)
-    by_ring = (payload + gradients) * links.ring + calls * (degree - 1)
-    by_gather = payload * links.gather + gradients * links.scatter + calls
-    return by_ring, by_gather
-
-
-def _unevenness(loads: Loads, passes: int) -> FloatArray:
-    """Attention of branches to themselves on the fullest rank, over the lane's average.
-
-    A packed tensor is sharded into equal runs of tokens, and late tokens have more keys than early ones. If the longest
-    branch is longer than a run, some rank has its end; otherwise runs differ as samples of branches do, and the fullest
-    one is two standard deviations above the average, but never more than the longest branch all over.
-    """
-    tokens = np.maximum(loads.leaf_tokens, 1.0)
-    share, mean_keys = tokens / loads.degree / passes, np.maximum(loads.own_pairs / tokens, 1.0)
-    variance = np.maximum(loads.own_cubes / tokens / 4 - mean_keys**2, 0.0)
-    sampled = mean_keys + 2 * np.sqrt(variance * 2 * mean_keys / share)
-    longest = loads.longest_leaf
-    keys = np.where(longest > share, longest - share / 2, np.minimum(longest / 2, sampled))
-    return np.where(loads.degree > 1, np.maximum(keys / mean_keys, 1.0), 1.0)
-
-
-def _replay_us(
-    loads: Loads, waves: int, rounds: int, calls: float, links: _Links, costs: Costs
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """``[schedules, lanes]`` attention, transfer and exposed transfer of the replay."""
-    model, execution, degree = costs.model, costs.execution, loads.degree
-    replays = loads.leaf_tokens > 0
-    depth = max(loads.num_levels - 1, 1)
-    pieces = np.stack([degree * depth, np.full_like(degree, depth), np.full_like(degree, depth)])
-    floor = np.where(replays, calls * waves * rounds, 0.0)
-    own = np.maximum(loads.own_us * _unevenness(loads, waves * rounds), floor)
-    cross = np.maximum(loads.cross_us, pieces * floor)
-    ring, gather = (np.where(replays, time, 0.0) for time in _kv_us(loads, waves, rounds, links, costs))
-    away = loads.leaf_tokens * model.num_layers * (degree - 1) / degree
-    sent, returned = query_bytes(away, costs)
-    started = np.where(replays & (degree > 1), model.num_layers * links.latency_us * waves * rounds, 0.0)
-    directions = execution.forwards + execution.backwards
-    out = sent * links.gather + started * directions
-    back = returned * links.exchange + started * directions
-    # A branch longer than a rank's share is sharded, and its own KV goes around too.
-    share = loads.leaf_tokens / degree / (waves * rounds)
-    long = np.where(loads.longest_leaf > share, np.minimum(loads.longest_leaf * degree, loads.leaf_tokens), 0.0)
-    moved = sum(kv_bytes(long * model.num_layers / degree * (degree > 1), costs))
-    straddle = moved * links.ring + np.where(moved > 0, started * directions, 0.0)
-    transfer = np.stack([ring, out + back, gather]) + straddle
-    rotating = np.maximum(ring + straddle - own - cross[0] * (degree - 1) / degree, 0.0)
-    moving = np.maximum(out + straddle - own, 0.0) + back
-    gathering = np.maximum(gather + straddle - own, 0.0)
-    return own + cross, transfer, np.stack([rotating, moving, gathering])
-
-
-assert [schedule.value for schedule in SCHEDULES] == ["rotate_kv", "move_q", "gather_kv"], "rows above follow SCHEDULES"
