@@ -72,6 +72,19 @@ def test_torn_groups_are_said_after_the_first_update(stack: nn.Module, caplog: p
     assert f"{SAID}2.0 rows a group of 6" in message
 
 
+def test_groups_are_torn_also_where_halves_begin_alike(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups of 8 whose micro-batch of 4 has those rows that begin with the same 20 tokens: half of the group."""
+    openings = torch.randint(3, 259, (2, 20), generator=torch.Generator().manual_seed(3))
+    batches = [
+        [torch.cat([row[:24], openings[half], row[24:]]) for row in rows([group] * 4, 2 * group + half)]
+        for group in range(4)
+        for half in range(2)
+    ]
+    train(stack, batches)
+    (message,) = found(caplog)
+    assert f"{SAID}4.0 rows a group of 8" in message
+
+
 @pytest.mark.parametrize("step", [False, True])
 def test_whole_groups_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture, step: bool) -> None:
     train(stack, in_batches(rows([group for group in range(8) for _ in range(4)]), 4), step)
