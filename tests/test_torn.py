@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,22 @@ def test_tokens_are_counted(stack: nn.Module) -> None:
     assert (trained.batches, trained.shared, trained.row_tokens, trained.computed_tokens) == (1, 1, 120, 48)
     assert (scored.batches, scored.shared, scored.row_tokens, scored.computed_tokens) == (1, 0, 60, 60)
     assert (scored + trained).row_tokens == 180 and (trained - trained).batches == 0
+
+
+def test_groups_are_counted_by_prompts(stack: nn.Module) -> None:
+    """Eight rows of one prompt whose halves begin with the same 100 tokens, and two prompts of one row each."""
+    openings = torch.randint(3, 259, (2, 100), generator=torch.Generator().manual_seed(3))
+    group = [torch.cat([row[:24], openings[i % 2], row[24:]]) for i, row in enumerate(rows([0] * 8))]
+    alone = [torch.cat([row[:24], openings[0], row[24:]]) for row in rows([1, 2])]
+    batch = torch.nn.functional.pad(torch.stack(group + alone), (3, 0))
+    mask = torch.arange(batch.shape[1]).expand_as(batch) >= 3
+    for columns in (27, None):
+        state_of(stack).prompt_columns = columns
+        before = replace(state_of(stack).trained)
+        stack(batch, attention_mask=mask, use_cache=False).logits.sum().backward()
+        found = state_of(stack).trained - before
+        # Without the trainer's word the tree decides: a start of 100 tokens is no opening beside a prompt of 24.
+        assert (found.rows, found.groups) == (10, 3 if columns else 4)
 
 
 def test_a_copy_has_seen_nothing(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:

@@ -169,6 +169,18 @@ def test_evaluation_and_a_model_given_as_an_object(checkpoints: dict[str, str], 
     assert got["eval_kl"] == pytest.approx(expected["eval_kl"], rel=1e-5, abs=1e-9)
 
 
+def test_rows_of_a_prompt_are_counted_by_the_trainer_s_prompts(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """One group of 8 whose halves begin with the same 100 tokens: more than the prompt has."""
+    trainer = enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path))
+    generator = torch.Generator().manual_seed(1)
+    prompt, openings, ends = (torch.randint(3, 259, size, generator=generator) for size in ((40,), (2, 100), (8, 9)))
+    rows = torch.stack([torch.cat([prompt, openings[i % 2], end]) for i, end in enumerate(ends)])
+    trainer._get_per_token_logps_and_entropies(trainer.model, rows, torch.ones_like(rows), 109)
+    logs: dict[str, float] = {}
+    trainer.log(logs)
+    assert logs["augtree/rows_per_group"] == 8
+
+
 @pytest.mark.slow
 def test_waves_are_counted(checkpoints: dict[str, str], tmp_path: Path) -> None:
     def make(trainer_class: type) -> Any:

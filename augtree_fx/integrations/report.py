@@ -34,8 +34,10 @@ class Meter:
 
         ``tokens`` and ``computed_tokens`` are those of forwards with gradients, ``scoring_`` those without (old and
         reference log-probs, evaluation). ``token_ratio`` is the former over the latter. ``rows_per_group`` is the mean
-        number of rows that share a prompt in a shared batch. ``unshared_batches`` shared nothing or ran the original
-        forward; `augtree_fx.explain` says why. Where ranks pool their rows, all but the last are those of the pool.
+        number of rows of a prompt in shared batches, 1 for a prompt of one row; where the trainer does not say what is
+        the prompt, it is what the tree of rows shows, see `augtree_fx.groups`. ``unshared_batches`` shared nothing or
+        ran the original forward; `augtree_fx.explain` says why. Where ranks pool their rows, all but the last are those
+        of the pool.
         """
         now = self._totals()
         named = zip(("", "scoring_"), now, self._before, strict=True)

@@ -35,6 +35,7 @@ TRIED = "1.16"
 KEEP_PAIRS = ("DPOTrainer", "KTOTrainer", "OnlineDPOTrainer")
 MODELS = ("model", "ref_model")
 _HOOKS = "_augtree_hooks"
+_LOG_PROBS = "_get_per_token_logps_and_entropies"
 
 
 def enable(
@@ -137,6 +138,8 @@ class _Hooks:
         self._log = self._override("log", self.log)
         if hasattr(trainer, "_buffered_inputs"):
             self._prepare = self._override("_prepare_inputs", self.prepare_inputs)
+            if hasattr(trainer, _LOG_PROBS):
+                self._log_probs = self._override(_LOG_PROBS, self.log_probs)
         elif not any(cls.__name__ in KEEP_PAIRS for cls in type(trainer).__mro__):
             _warn_unknown(trainer)
         self._join_pool()
@@ -166,7 +169,6 @@ class _Hooks:
         if self._pool is None:
             return
         self._generate = self._override("_generate", self.generate)
-        self._log_probs = self._override("_get_per_token_logps_and_entropies", self.log_probs)
         if not self._pool.movable:
             logger.warning(
                 "augtree-fx: rows stay on their ranks, since %s looks positions up in a table, which padding shifts",
@@ -234,27 +236,41 @@ class _Hooks:
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
         batch_size: int | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """`_get_per_token_logps_and_entropies` of rows whose prompts are as wide on all ranks.
+        """`_get_per_token_logps_and_entropies`; in a pool, of rows whose prompts are as wide on all ranks.
 
         A generation batch is scored in the order of the dataset, before its rows are shuffled: where that takes several
-        forwards, rows are scored where their groups meet.
+        forwards, rows of a pool are scored where their groups meet.
         """
         pool = self._pool
-        assert pool is not None
+        if pool is None:
+            return self._score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         prompt = input_ids.shape[1] - logits_to_keep
         input_ids, attention_mask = pool.padded(input_ids, attention_mask, prompt, batch_size)
         one_forward = not batch_size or len(input_ids) <= batch_size
         other_columns = any(isinstance(value, (Tensor, list)) for value in kwargs.values())
         whole = one_forward or torch.is_grad_enabled() or kwargs.get("compute_aux_loss")  # a mean over forwards
         if whole or not batch_size or other_columns or not pool.movable or len(input_ids) % batch_size:
-            return self._log_probs(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return self._score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 
         def score(rows: dict[str, Any]) -> Any:
             ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-            return self._log_probs(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
+            return self._score(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
 
         found = pool.meeting(split_rows(input_ids, attention_mask, logits_to_keep, batch_size), _prompts, score)
         return tuple(None if value is None else value[:, :logits_to_keep] for value in found)
+
+    def _score(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's own, while models know how wide prompts are, which they count."""
+        states = [state for state in map(state_of, self._models) if state is not None]
+        for state in states:
+            state.prompt_columns = input_ids.shape[1] - logits_to_keep
+        try:
+            return self._log_probs(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        finally:
+            for state in states:
+                state.prompt_columns = None
 
 
 def _warn_unknown(trainer: object) -> None:
