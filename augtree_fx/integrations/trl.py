@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import augtree_fx
 from augtree_fx.integrations.grouping import group_order
 from augtree_fx.integrations.pooled import POOLED, Pool, joined, pool_mesh, split_rows, taken
-from augtree_fx.integrations.report import Meter, state_of
+from augtree_fx.integrations.report import TRAINING, Meter, state_of
 
 logger = logging.getLogger("augtree_fx")
 
@@ -136,6 +136,8 @@ class _Hooks:
         self._pool: Pool | None = None
         self._advise()
         self._log = self._override("log", self.log)
+        if hasattr(trainer, "evaluation_loop"):
+            self._evaluation_loop = self._override("evaluation_loop", self.evaluation_loop)
         if hasattr(trainer, "_buffered_inputs"):
             self._prepare = self._override("_prepare_inputs", self.prepare_inputs)
             if hasattr(trainer, _LOG_PROBS):
@@ -206,10 +208,22 @@ class _Hooks:
             )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log` with our metrics."""
-        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        logs.update({prefix + name: value for name, value in self._meter.take().items()})
+        """`Trainer.log` with our metrics: those of an evaluation in its own log, which comes after it."""
+        ended = [run for run in self._meter.evaluated() if any(name.startswith(f"{run}_") for name in logs)]
+        run = max(ended, key=len, default=TRAINING)  # "eval_math" goes before "eval"
+        prefix = f"{run}_" if ended else ""
+        logs.update({prefix + name: value for name, value in self._meter.take(run).items()})
         return self._log(logs, *args, **kwargs)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """`Trainer.evaluation_loop`, counted apart from training."""
+        with self._meter.evaluation(metric_key_prefix):
+            return self._evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+            )
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """`_prepare_inputs` that regroups the rows of each new generation batch."""
