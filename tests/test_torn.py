@@ -133,6 +133,17 @@ def test_tokens_are_counted(stack: nn.Module) -> None:
     assert (scored + trained).row_tokens == 180 and (trained - trained).batches == 0
 
 
+def test_original_forwards_are_counted_whatever_the_reason(stack: nn.Module) -> None:
+    batch = torch.stack(rows([0, 0, 1, 2]))
+    square = torch.ones(4, 1, 30, 30, dtype=torch.bool).tril()
+    stack(batch, attention_mask=square, use_cache=False).logits.sum().backward()  # masks of their own are not shared
+    stack(batch[2:], use_cache=False).logits.sum().backward()
+    stack(batch, use_cache=True).logits.sum().backward()  # no forward of whole rows
+    found = state_of(stack).trained
+    assert (found.batches, found.shared, found.row_tokens, found.computed_tokens) == (2, 0, 180, 180)
+    assert sum(augtree_fx.explain(stack).fallbacks.values()) == 1
+
+
 def test_groups_are_counted_by_prompts(stack: nn.Module) -> None:
     """Eight rows of one prompt whose halves begin with the same 100 tokens, and two prompts of one row each."""
     openings = torch.randint(3, 259, (2, 100), generator=torch.Generator().manual_seed(3))

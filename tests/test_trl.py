@@ -188,6 +188,21 @@ def test_training_and_evaluation_are_counted_apart(checkpoints: dict[str, str], 
     assert training["augtree/scoring_tokens"] == training["augtree/tokens"]  # the reference model's, once a row
 
 
+def test_batches_that_run_the_original_forward_are_counted(
+    checkpoints: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropout of LoRA hinders sharing: two micro-batches a step, of which the tokens are counted all the same."""
+
+    def make() -> Any:
+        return enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path, use_lora=True, dropout=0.1, max_steps=2))
+
+    run = train(make)
+    assert "the original forward runs" in caplog.text
+    assert run.metric("augtree/unshared_batches") == [2, 2] and run.metric("augtree/token_ratio") == [1, 1]
+    assert sum(run.metric("augtree/tokens")) == sum(int((rows >= 0).sum()) for rows in run.rows)
+    assert run.metric("augtree/rows_per_group") == []
+
+
 def test_metrics_of_an_evaluation_have_its_prefix(checkpoints: dict[str, str], tmp_path: Path) -> None:
     trainer = enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path, beta=0.1, per_device_eval_batch_size=4))
     found = trainer.evaluate(metric_key_prefix="test")

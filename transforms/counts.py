@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import HostRows
@@ -17,7 +20,7 @@ class Counts:
 
     Attributes:
         batches: forwards.
-        shared: those that computed what their rows share once.
+        shared: those that computed what their rows share once; the others ran the original forward.
         row_tokens: tokens of all rows, padding excluded: what is computed without sharing.
         computed_tokens: tokens that were computed.
         waves: waves that branches went through; 0 where every batch was one forward.
@@ -65,6 +68,15 @@ class Counts:
         self.shared += 1
         self.computed_tokens += num_tokens - layout.num_row_tokens
         self.waves += num_waves
+
+
+def num_tokens_of(given: Mapping[str, Any]) -> int:
+    """Tokens of a call that was not understood: slots, without padding where a plain mask says which that is."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    return tokens.shape[0] * tokens.shape[1] if isinstance(tokens, Tensor) else 0
 
 
 def prompt_tokens_of(rows: HostRows | TreeLayout, prompt_columns: int | None) -> IntArray | None:

@@ -56,9 +56,9 @@ class Meter:
         ``tokens`` and ``computed_tokens`` are those of forwards with gradients, ``scoring_`` those without (old and
         reference log-probs, evaluation). ``token_ratio`` is the former over the latter. ``rows_per_group`` is the mean
         number of rows of a prompt in shared batches, 1 for a prompt of one row; where the trainer does not say what is
-        the prompt, it is what the tree of rows shows, see `augtree_fx.groups`. ``unshared_batches`` shared nothing or
-        ran the original forward; `augtree_fx.explain` says why. Where ranks pool their rows, all but the last are those
-        of the pool.
+        the prompt, it is what the tree of rows shows, see `augtree_fx.groups`. ``unshared_batches`` ran the original
+        forward, since they share nothing or cannot be shared; `augtree_fx.explain` says why. Where ranks pool their
+        rows, all but the last are those of the pool.
         """
         self._settle()
         trained, scored = self._counted.pop(name, (Counts(), Counts()))
