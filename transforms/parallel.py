@@ -23,7 +23,7 @@ from augtree_fx.transforms.counts import prompt_tokens_of
 from augtree_fx.transforms.lane_arguments import local_arguments
 from augtree_fx.transforms.lane_waves import LaneParts
 from augtree_fx.transforms.packing import PackedCall
-from augtree_fx.transforms.requests import Unshared, costs_of, has_cache, read_rows, refuse_waves
+from augtree_fx.transforms.requests import Unshared, costs_of, count, has_cache, read_rows, refuse_waves
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import branch_tokens, plan_waves
@@ -83,7 +83,7 @@ def pack_rows(
     layout = TreeLayout.from_rows(rows, costs=costs)
     if state.recorder is not None:
         state.recorder.last.layout = layout
-    state.counts.add_rows(layout.num_row_tokens)
+    count(stack, state, rows)
     if state.max_wave_tokens is not None and branch_tokens(layout) > state.max_wave_tokens:
         return _call_in_waves(stack, state, lanes, layout, own, shape, prompts)
     part = lanes.part(layout, subtree)

@@ -14,6 +14,7 @@ computes the rows of data-parallel ranks together, under DDP or FSDP2: context p
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -196,15 +197,23 @@ class _Hooks:
 
     def _advise(self) -> None:
         """What torn groups mean in this trainer, whose rows are in order."""
-        args = self.trainer.args
         group = getattr(self.trainer, "num_generations", None)
-        size = getattr(args, "per_device_train_batch_size", None)
+        size = getattr(self.trainer.args, "per_device_train_batch_size", None)
         for state in filter(None, map(state_of, self._models)):
+            if group is None:
+                state.torn.advice = "put rows of one prompt next to each other in the dataset and do not shuffle it"
+                continue
+            lanes = state.lanes if state.lanes is not None and state.lanes.rows == POOLED else None
+            num_ranks = 1 if lanes is None else len(lanes.host.ranks)
+            multiple = f"num_generations {group}"
+            if num_ranks > 1:
+                multiple = (
+                    f"{group // math.gcd(group, num_ranks)}, so that rows of the {num_ranks} ranks of a pool together "
+                    f"are one of {multiple}"
+                )
             state.torn.advice = (
-                "put rows of one prompt next to each other in the dataset and do not shuffle it"
-                if group is None
-                else f"make per_device_train_batch_size, which is {size}, a multiple of num_generations {group}, with "
-                "fewer gradient_accumulation_steps; enable(trainer, max_wave_tokens=...) bounds the memory of that"
+                f"make per_device_train_batch_size, which is {size}, a multiple of {multiple}, with fewer "
+                "gradient_accumulation_steps; enable(trainer, max_wave_tokens=...) bounds the memory of that"
             )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
