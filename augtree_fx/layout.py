@@ -16,6 +16,7 @@ from torch import Tensor
 
 from augtree_fx import rows as batch_rows
 from augtree_fx.costs import CostModel
+from augtree_fx.groups import prompt_nodes
 from augtree_fx.rows import HostRows
 from augtree_fx.tables import AttentionTables, Span, build_tables
 from augtree_fx.trie import IntArray, TrieNode, build_trie, keep_what_pays, levels_of
@@ -212,14 +213,13 @@ class TreeLayout:
 
     @cached_property
     def row_group(self) -> IntArray:
-        """``[rows]`` node that makes rows a group: the deepest one with branches on a row's path, or its only one.
+        """``[rows]`` node that makes rows a group: their prompt, declared or as far as the tree shows it.
 
-        -1 for an empty row.
+        The row's own node where it is alone, -1 for an empty row. See `augtree_fx.groups` for what decides.
         """
-        has_branches = np.zeros(self.num_nodes + 1, dtype=bool)
-        has_branches[self.parent] = True  # -1, of level 0, is the last entry, which stands for empty rows
-        above = np.append(self.parent, -1)[self.row_node]
-        return np.where(has_branches[self.row_node] | (above < 0), self.row_node, above)
+        if self.declared:
+            return np.array([self.path(int(node))[0] for node in self.row_node], dtype=np.int64)
+        return prompt_nodes(self.parent, self.length, self.row_node)
 
     def padded_to_multiple_of(self, multiple: int) -> TreeLayout:
         """The layout with packed tokens that no row shows, up to the next multiple: few sizes for CUDA graphs to know.

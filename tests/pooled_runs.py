@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from trl_runs import LlamaForCausalLM, Run, arguments, digit_share, judged, preferences, prompts, tokenizer
 
-from augtree_fx import CostModel
+from augtree_fx import CostModel, explain
 from augtree_fx.integrations import trl as integration
 from augtree_fx.integrations.report import state_of
 from augtree_fx.transforms import find_stack
@@ -235,6 +235,17 @@ def disabled(folder: str) -> list[str]:
     models = {name: getattr(trainer, name) for name in ("model", "ref_model")}
     methods = [name for name, value in vars(trainer).items() if callable(value) and hasattr(type(trainer), name)]
     return methods + [name for name, model in models.items() if state_of(model) is not None]
+
+
+def torn(folder: str) -> str | None:
+    """What is said of groups of 8 on two ranks with 2 rows of a micro-step each."""
+    transformers.logging.set_verbosity_error()
+    options = {"num_generations": 8, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    options |= {"gradient_accumulation_steps": 8, "max_steps": 2, "use_lora": False, "sharded": False}
+    _, trainer = run(
+        lambda: integration.enable(build("grpo", "llama", folder, wrap=lambda x: x, **options), rows="pooled"), False
+    )
+    return explain(trainer.model).torn
 
 
 def disagreements(folder: str) -> list[str]:

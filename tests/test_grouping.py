@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -82,6 +83,153 @@ def test_groups_of_a_layout() -> None:
     mask[4, 3:] = mask[5] = 0
     layout = TreeLayout.from_padded(rows, mask, costs=CostModel.free())
     group = layout.row_group.tolist()
-    assert [layout.path_start[node] + layout.length[node] for node in group[:5]] == [3, 3, 3, 4, 2]
-    assert group[0] == group[1] == group[2] and len({group[0], group[3], group[4]}) == 3 and group[5] == -1
+    assert [layout.path_start[node] + layout.length[node] for node in group[:5]] == [2, 2, 2, 4, 2]
+    assert len({group[0], group[1], group[2], group[4]}) == 1 != len({group[0], group[3]}) and group[5] == -1
     assert TreeLayout.from_padded(rows[5:], mask[5:]).row_group.tolist() == [-1]
+
+
+def test_declared_prompts_are_the_groups() -> None:
+    prompts = [[1, 2], [1, 2, 3]]
+    layout = TreeLayout.from_groups(prompts, [[[4, 5, 6, 7], [4, 5, 6, 8], [9]], [[4]]])
+    assert len(set(layout.row_group[:3].tolist())) == 1 and layout.row_group[3] != layout.row_group[0]
+
+
+def tokens(number: int, seed: int) -> list[int]:
+    return torch.randint(3, 50_000, (number,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def groups_with(
+    system: int, prompt: int, openings: list[list[int]], opening: int = 20, response: int = 60
+) -> tuple[list[list[int]], list[int]]:
+    """Rows, and which group each belongs to.
+
+    Args:
+        system, prompt, opening, response: tokens of what all rows have in common, of the rest of a prompt, of what some
+            responses begin with, and of what is left of a response.
+        openings: of each group, how many responses begin with each opening; there are no others.
+    """
+    rows, groups = [], []
+    for group, sizes in enumerate(openings):
+        for kind, size in enumerate(sizes):
+            start = tokens(system, 1) + tokens(prompt, 10 + group) + tokens(opening, 100 + kind)
+            rows += [start + tokens(response, 1000 + len(rows) + i) for i in range(size)]
+            groups += [group] * size
+    order = random.Random(0).sample(range(len(rows)), len(rows))
+    return [rows[i] for i in order], [groups[i] for i in order]
+
+
+BY_CHANCE = [[8], [4, 4], [5, 3], [1, 7]]
+
+
+@pytest.mark.parametrize(
+    ("system", "prompt", "openings"),
+    [
+        (0, 400, [[4, 4]] * 4),  # every opening is a branching node of as many rows as the others
+        (30, 400, [[4, 4]] * 4),
+        (500, 100, [[4, 4]] * 4),  # the system prompt is longer than questions are
+        (500, 60, BY_CHANCE),
+        (0, 60, BY_CHANCE),
+        (30, 400, BY_CHANCE[:2]),
+        (30, 100, [[8], [8]]),
+        (0, 400, [[4, 4]]),  # one group alone: prompt and openings are all there is
+        (0, 400, [[1, 7]]),
+        (30, 300, [[3], [2, 1], [2], [1]]),  # micro-batches so far, of groups that are torn
+        (0, 300, [[3], [2, 1], [2], [1]]),
+    ],
+)
+def test_groups_are_prompts_not_what_responses_begin_with(system: int, prompt: int, openings: list[list[int]]) -> None:
+    rows, groups = groups_with(system, prompt, openings)
+    lengths = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    layout = TreeLayout.from_packed(torch.tensor([token for row in rows for token in row]), cu_seq_lens=lengths)
+    found = layout.row_group.tolist()
+    numbers = sorted(set(zip(found, groups, strict=True)))
+    assert len(numbers) == len(set(found)) == len(openings)
+
+
+def as_rows(rows: list[list[int]]) -> list[torch.Tensor]:
+    return [torch.tensor(row) for row in rows]
+
+
+# Prompts shorter than what responses begin with: only a trainer that says where prompts end tells these groups.
+SHORT = groups_with(0, 20, [[4, 4]] * 3 + [[8, 1]], opening=100)
+
+
+def verl_batch(padded: bool) -> dict[str, torch.Tensor]:
+    """A batch as verl hands it to its engine: prompts padded on the left, or nested."""
+    rows = as_rows(SHORT[0])
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    if not padded:
+        prompts = torch.nested.as_nested_tensor([row[:20] for row in rows], layout=torch.jagged)
+        return {"input_ids": nested, "prompts": prompts}
+    width = 25 + max(map(len, rows))
+    mask = torch.stack([(torch.arange(width) >= 5) & (torch.arange(width) < 5 + len(row)) for row in rows]).long()
+    prompts = torch.stack([torch.cat([torch.zeros(5, dtype=torch.long), row[:20]]) for row in rows])
+    return {"input_ids": nested, "prompts": prompts, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("num_chunks", [2, 4])
+def test_verl_s_groups_are_its_prompts(num_chunks: int, padded: bool) -> None:
+    from augtree_fx.integrations import verl
+
+    verl.uninstall()
+    found = verl._groups(verl_batch(padded))
+    assert len(set(zip(found, SHORT[1], strict=True))) == len(set(found)) == 4
+    assert_whole(balanced_groups(found, [1] * len(found), num_chunks, 1000), SHORT[1])
+
+
+def assert_whole(chunks: list[list[int]] | None, groups: list[int]) -> None:
+    assert chunks is not None
+    held = [{groups[row] for row in chunk} for chunk in chunks]
+    assert sum(map(len, held)) == len(set(groups)), "a group is in two micro-batches"
+
+
+def test_verl_s_batches_without_prompts_are_grouped_by_their_tree() -> None:
+    from augtree_fx.integrations import verl
+
+    verl.uninstall()
+    rows, groups = groups_with(0, 400, [[4, 4]] * 4)
+    found = verl._groups({"input_ids": torch.nested.as_nested_tensor(as_rows(rows), layout=torch.jagged)})
+    assert_whole(balanced_groups(found, [1] * 32, 2, 1000), groups)
+    assert_whole(balanced_groups(found, [1] * 32, 4, 1000), groups)
+
+
+@dataclass
+class Item:
+    """A row of OpenRLHF's replay buffer, as far as groups are read off it."""
+
+    sequences: torch.Tensor
+    action_mask: torch.Tensor | None
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        return torch.ones_like(self.sequences)
+
+
+class Buffer:
+    def __init__(self, items: list[Item]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("size", [8, 16])
+def test_openrlhf_s_groups_are_its_prompts(size: int, masked: bool) -> None:
+    from augtree_fx.integrations.openrlhf import GroupSampler
+
+    rows, groups = groups_with(0, 20, [[4, 4]] * 4, opening=100) if masked else groups_with(0, 400, [[4, 4]] * 4)
+    items = [Item(row, torch.arange(1, len(row)) >= 20 if masked else None) for row in as_rows(rows)]
+    order = list(GroupSampler(Buffer(items), size))
+    assert_whole([order[i : i + size] for i in range(0, len(order), size)], groups)
+
+
+def test_rows_of_openrlhf_that_were_cut_inside_of_their_prompt() -> None:
+    from augtree_fx.integrations.openrlhf import _groups
+
+    rows, groups = groups_with(0, 20, [[4, 4]] * 2, opening=100)
+    items = [Item(row, torch.arange(1, len(row)) >= 20) for row in as_rows(rows)]
+    cut = Item(torch.tensor(tokens(15, 77)), torch.zeros(14, dtype=torch.bool))
+    found = _groups([*items, cut, cut])
+    assert len(set(zip(found, [*groups, 2, 2], strict=True))) == len(set(found)) == 3

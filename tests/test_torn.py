@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,19 @@ def test_torn_groups_are_said_after_the_first_update(stack: nn.Module, caplog: p
     assert f"{SAID}2.0 rows a group of 6" in message
 
 
+def test_groups_are_torn_also_where_halves_begin_alike(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups of 8 whose micro-batch of 4 has those rows that begin with the same 20 tokens: half of the group."""
+    openings = torch.randint(3, 259, (2, 20), generator=torch.Generator().manual_seed(3))
+    batches = [
+        [torch.cat([row[:24], openings[half], row[24:]]) for row in rows([group] * 4, 2 * group + half)]
+        for group in range(4)
+        for half in range(2)
+    ]
+    train(stack, batches)
+    (message,) = found(caplog)
+    assert f"{SAID}4.0 rows a group of 8" in message
+
+
 @pytest.mark.parametrize("step", [False, True])
 def test_whole_groups_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture, step: bool) -> None:
     train(stack, in_batches(rows([group for group in range(8) for _ in range(4)]), 4), step)
@@ -117,6 +131,33 @@ def test_tokens_are_counted(stack: nn.Module) -> None:
     assert (trained.batches, trained.shared, trained.row_tokens, trained.computed_tokens) == (1, 1, 120, 48)
     assert (scored.batches, scored.shared, scored.row_tokens, scored.computed_tokens) == (1, 0, 60, 60)
     assert (scored + trained).row_tokens == 180 and (trained - trained).batches == 0
+
+
+def test_original_forwards_are_counted_whatever_the_reason(stack: nn.Module) -> None:
+    batch = torch.stack(rows([0, 0, 1, 2]))
+    square = torch.ones(4, 1, 30, 30, dtype=torch.bool).tril()
+    stack(batch, attention_mask=square, use_cache=False).logits.sum().backward()  # masks of their own are not shared
+    stack(batch[2:], use_cache=False).logits.sum().backward()
+    stack(batch, use_cache=True).logits.sum().backward()  # no forward of whole rows
+    found = state_of(stack).trained
+    assert (found.batches, found.shared, found.row_tokens, found.computed_tokens) == (2, 0, 180, 180)
+    assert sum(augtree_fx.explain(stack).fallbacks.values()) == 1
+
+
+def test_groups_are_counted_by_prompts(stack: nn.Module) -> None:
+    """Eight rows of one prompt whose halves begin with the same 100 tokens, and two prompts of one row each."""
+    openings = torch.randint(3, 259, (2, 100), generator=torch.Generator().manual_seed(3))
+    group = [torch.cat([row[:24], openings[i % 2], row[24:]]) for i, row in enumerate(rows([0] * 8))]
+    alone = [torch.cat([row[:24], openings[0], row[24:]]) for row in rows([1, 2])]
+    batch = torch.nn.functional.pad(torch.stack(group + alone), (3, 0))
+    mask = torch.arange(batch.shape[1]).expand_as(batch) >= 3
+    for columns in (27, None):
+        state_of(stack).prompt_columns = columns
+        before = replace(state_of(stack).trained)
+        stack(batch, attention_mask=mask, use_cache=False).logits.sum().backward()
+        found = state_of(stack).trained - before
+        # Without the trainer's word the tree decides: a start of 100 tokens is no opening beside a prompt of 24.
+        assert (found.rows, found.groups) == (10, 3 if columns else 4)
 
 
 def test_a_copy_has_seen_nothing(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:

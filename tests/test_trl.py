@@ -44,8 +44,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: saved(name, str(tmp_path_factory.mktemp(name))) for name in trl_runs.FAMILIES}
 
 
-def lora(use: bool) -> LoraConfig | None:
-    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if use else None
+def lora(use: bool, dropout: float = 0.0) -> LoraConfig | None:
+    if not use:
+        return None
+    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
 
 
 def enabled(trainer: Any, **options: Any) -> Any:
@@ -61,8 +63,9 @@ def assert_same(got: Run, expected: Run) -> None:
 
 
 def grpo(
-    trainer_class: type, model: Any, folder: Path, *, use_lora: bool = False, size: int = 8, **changes: Any
-) -> Any:
+    trainer_class: type, model: Any, folder: Path, *, use_lora: bool = False, dropout: float = 0.0, size: int = 8,
+    **changes: Any,
+) -> Any:  # fmt: skip
     config = trl.RLOOConfig if issubclass(trainer_class, trl.RLOOTrainer) else trl.GRPOConfig
     given: dict[str, Any] = {
         "num_generations": GROUP, "max_completion_length": 8, "per_device_train_batch_size": size,
@@ -71,7 +74,7 @@ def grpo(
     }  # fmt: skip
     return trainer_class(
         model, digit_share, args=config(**arguments(str(folder), **given)), train_dataset=prompts(),
-        eval_dataset=prompts().select(range(2)), processing_class=tokenizer(), peft_config=lora(use_lora),
+        eval_dataset=prompts().select(range(2)), processing_class=tokenizer(), peft_config=lora(use_lora, dropout),
     )  # fmt: skip
 
 
@@ -169,6 +172,59 @@ def test_evaluation_and_a_model_given_as_an_object(checkpoints: dict[str, str], 
     expected, got = evaluated(lambda trainer: trainer), evaluated(enabled)
     assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     assert got["eval_kl"] == pytest.approx(expected["eval_kl"], rel=1e-5, abs=1e-9)
+
+
+def test_training_and_evaluation_are_counted_apart(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """Evaluations between two logs of training."""
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 3, "per_device_eval_batch_size": 4}
+    run = train(
+        lambda: enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path, max_steps=3, beta=0.1, **changes))
+    )
+    evaluations = [log for log in run.logs if "eval_loss" in log]
+    assert len(evaluations) == 3
+    for log in evaluations:
+        assert {name for name in log if "augtree/" in name and "scoring" not in name} == set()
+        assert log["eval_augtree/scoring_tokens"] > 0
+    (training,) = [log for log in run.logs if "augtree/tokens" in log]
+    assert training["augtree/tokens"] == sum(int((rows >= 0).sum()) for rows in run.rows)
+    assert training["augtree/scoring_tokens"] == training["augtree/tokens"]  # the reference model's, once a row
+
+
+def test_batches_that_run_the_original_forward_are_counted(
+    checkpoints: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropout of LoRA hinders sharing: two micro-batches a step, of which the tokens are counted all the same."""
+
+    def make() -> Any:
+        return enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path, use_lora=True, dropout=0.1, max_steps=2))
+
+    run = train(make)
+    assert "the original forward runs" in caplog.text
+    assert run.metric("augtree/unshared_batches") == [2, 2] and run.metric("augtree/token_ratio") == [1, 1]
+    assert sum(run.metric("augtree/tokens")) == sum(int((rows >= 0).sum()) for rows in run.rows)
+    assert run.metric("augtree/rows_per_group") == []
+
+
+def test_metrics_of_an_evaluation_have_its_prefix(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    trainer = enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path, beta=0.1, per_device_eval_batch_size=4))
+    found = trainer.evaluate(metric_key_prefix="test")
+    assert found["test_augtree/scoring_tokens"] > 0
+    assert not [name for name in found if name.startswith(("augtree/", "eval_augtree/"))]
+    trainer.evaluate(metric_key_prefix="test_long")
+    (_, log) = [log for log in trainer.state.log_history if any("augtree" in name for name in log)]
+    assert {name.partition("augtree")[0] for name in log if "augtree" in name} == {"test_long_"}
+
+
+def test_rows_of_a_prompt_are_counted_by_the_trainer_s_prompts(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """One group of 8 whose halves begin with the same 100 tokens: more than the prompt has."""
+    trainer = enabled(grpo(trl.GRPOTrainer, checkpoints["llama"], tmp_path))
+    generator = torch.Generator().manual_seed(1)
+    prompt, openings, ends = (torch.randint(3, 259, size, generator=generator) for size in ((40,), (2, 100), (8, 9)))
+    rows = torch.stack([torch.cat([prompt, openings[i % 2], end]) for i, end in enumerate(ends)])
+    trainer._get_per_token_logps_and_entropies(trainer.model, rows, torch.ones_like(rows), 109)
+    logs: dict[str, float] = {}
+    trainer.log(logs)
+    assert logs["augtree/rows_per_group"] == 8
 
 
 @pytest.mark.slow

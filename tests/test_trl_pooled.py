@@ -113,6 +113,13 @@ def test_pools_smaller_than_the_world(worlds: World, folder: str) -> None:
     assert_whole(found[2:], GROUP)
 
 
+def test_torn_groups_are_those_of_the_pool(worlds: World, folder: str) -> None:
+    for said in worlds(2).run(pooled_runs.torn, folder, seconds=180):
+        assert "rows of one prompt arrive in different micro-batches: 4.0 rows a group of 8" in said
+        assert "make per_device_train_batch_size, which is 2, a multiple of 4, so that rows of the 2 ranks of" in said
+        assert "of a pool together are one of num_generations 8, with fewer gradient_accumulation_steps" in said
+
+
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rloo(worlds: World, folder: str, sharded: bool) -> None:
     """Ranks generate each for itself, one longer than the other; a forward without a KV cache could be one of rows."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from augtree_fx.layout import TreeLayout
+from augtree_fx.rows import HostRows
 from augtree_fx.trie import IntArray
 
 
@@ -15,12 +20,12 @@ class Counts:
 
     Attributes:
         batches: forwards.
-        shared: those that computed what their rows share once.
+        shared: those that computed what their rows share once; the others ran the original forward.
         row_tokens: tokens of all rows, padding excluded: what is computed without sharing.
         computed_tokens: tokens that were computed.
         waves: waves that branches went through; 0 where every batch was one forward.
         rows: rows of shared batches that are not empty.
-        groups: groups among them, rows that share nothing being groups of one.
+        groups: prompts of these, in each batch.
 
     Under context parallelism they are those of the batch of all ranks of an axis, also where each rank passes its own.
     """
@@ -45,11 +50,49 @@ class Counts:
         self.row_tokens += num_tokens
         self.computed_tokens += num_tokens
 
-    def add_shared(self, num_row_tokens: int, num_tokens: int, num_waves: int, row_group: IntArray) -> None:
-        """The last batch computes ``num_tokens`` for its ``num_row_tokens``; ``row_group`` as of `TreeLayout`."""
-        groups = row_group[row_group >= 0]
+    def add_shared(
+        self, layout: TreeLayout, num_tokens: int, num_waves: int = 0, prompt_tokens: IntArray | None = None
+    ) -> None:
+        """The last batch, of this tree, computes so many tokens.
+
+        Args:
+            layout: of all its rows.
+            num_tokens: that are computed.
+            num_waves: waves that branches go through.
+            prompt_tokens: ``[rows]`` of each row; ``None`` where nobody says it, and the tree shows it.
+        """
+        groups = layout.row_group if prompt_tokens is None else _by_prompt(layout, prompt_tokens)
+        groups = groups[layout.row_length > 0]
         self.rows += len(groups)
         self.groups += len(np.unique(groups))
         self.shared += 1
-        self.computed_tokens += num_tokens - num_row_tokens
+        self.computed_tokens += num_tokens - layout.num_row_tokens
         self.waves += num_waves
+
+
+def num_tokens_of(given: Mapping[str, Any]) -> int:
+    """Tokens of a call that was not understood: slots, without padding where a plain mask says which that is."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    return tokens.shape[0] * tokens.shape[1] if isinstance(tokens, Tensor) else 0
+
+
+def prompt_tokens_of(rows: HostRows | TreeLayout, prompt_columns: int | None) -> IntArray | None:
+    """``[rows]`` tokens of each row's prompt, where prompts fill the first columns of padded rows."""
+    begin, length = (rows.begin, rows.length) if isinstance(rows, HostRows) else (rows.row_begin, rows.row_length)
+    if prompt_columns is None or rows.shape[0] != len(length):
+        return None  # not said, or packed rows
+    return np.clip(prompt_columns - begin % rows.shape[1], 0, length)
+
+
+def _by_prompt(layout: TreeLayout, prompt_tokens: IntArray) -> IntArray:
+    """``[rows]`` number of each row's prompt."""
+    numbers: dict[bytes, int] = {}
+    ends = layout.row_begin + prompt_tokens
+    prompts = [
+        layout.input_ids[layout.packed_index[begin:end]].tobytes()
+        for begin, end in zip(layout.row_begin, ends, strict=True)
+    ]
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)

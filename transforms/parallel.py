@@ -19,10 +19,11 @@ from augtree_fx.dtensor_ops.agreement import digest
 from augtree_fx.dtensor_ops.lanes import LanePart, Lanes
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import HostRows
+from augtree_fx.transforms.counts import prompt_tokens_of
 from augtree_fx.transforms.lane_arguments import local_arguments
 from augtree_fx.transforms.lane_waves import LaneParts
 from augtree_fx.transforms.packing import PackedCall
-from augtree_fx.transforms.requests import Unshared, costs_of, has_cache, read_rows, refuse_waves
+from augtree_fx.transforms.requests import Unshared, costs_of, count, has_cache, read_rows, refuse_waves
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import branch_tokens, plan_waves
@@ -60,7 +61,8 @@ def pack_rows(
     if rows is not None and lanes.rows == "replicated":
         said |= {"shape": rows.shape, "token ids and positions": digest(rows.keys, rows.begin, rows.length)}
     pooled = rows if lanes.rows == "pooled" else None
-    found = lanes.host.exchange((said, None if pooled is None else _on_host(pooled)))
+    prompts = None if rows is None else prompt_tokens_of(rows, state.prompt_columns)
+    found = lanes.host.exchange((said, None if pooled is None else (_on_host(pooled), prompts)))
     lanes.host.check("what ranks do with a batch", [each for each, _ in found])
     if error is not None:
         raise error
@@ -69,7 +71,9 @@ def pack_rows(
     own = slice(0, rows.shape[0] * rows.shape[1])
     shape = rows.shape
     if pooled is not None:
-        rows, own = _pool([each for _, each in found], lanes.host.rank, rows.device)
+        rows, own = _pool([each for _, (each, _) in found], lanes.host.rank, rows.device)
+        known = [each for _, (_, each) in found if each is not None]
+        prompts = np.concatenate(known) if len(known) == len(found) else None
     costs = costs_of(stack, state, rows.device)
 
     def subtree(some: tuple[int, ...]) -> TreeLayout:
@@ -79,17 +83,18 @@ def pack_rows(
     layout = TreeLayout.from_rows(rows, costs=costs)
     if state.recorder is not None:
         state.recorder.last.layout = layout
-    state.counts.add_rows(layout.num_row_tokens)
+    count(stack, state, rows)
     if state.max_wave_tokens is not None and branch_tokens(layout) > state.max_wave_tokens:
-        return _call_in_waves(stack, state, lanes, layout, own, shape)
+        return _call_in_waves(stack, state, lanes, layout, own, shape, prompts)
     part = lanes.part(layout, subtree)
-    state.counts.add_shared(layout.num_row_tokens, part.num_tokens, 0, layout.row_group)
+    state.counts.add_shared(layout, part.num_tokens, 0, prompts)
     return _packed_call(stack, state, lanes, part, part.index[own], shape, latents=not compiled)
 
 
 def _call_in_waves(
-    stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout, own: slice, shape: tuple[int, int]
-) -> PackedCall:
+    stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout, own: slice, shape: tuple[int, int],
+    prompts: IntArray | None,
+) -> PackedCall:  # fmt: skip
     """The call of a batch in waves."""
     try:
         _refuse(stack, state, lanes, layout)
@@ -98,7 +103,7 @@ def _call_in_waves(
             raise
         raise Unshared(str(error)) from error
     plan = plan_waves(layout, state.max_wave_tokens)
-    state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())), layout.row_group)
+    state.counts.add_shared(layout, layout.num_tokens, len(list(plan.walk())), prompts)
     index = torch.from_numpy(layout.packed_index[own])
     return PackedCall({}, index, shape, layout.num_tokens, LaneParts(plan, layout, lanes, own), lanes.group)
 

@@ -90,7 +90,7 @@ def decide(
         ValueError, NotImplementedError: strict, and the batch cannot be shared exactly.
     """
     host = read_rows(stack, state, given, tokens)
-    _count(stack, state, host)
+    count(stack, state, host)
     if len(host.length) == 1:
         raise Unshared("")
     layout = layout_of(stack, state, host)
@@ -135,8 +135,8 @@ def read_rows(
         raise Unshared(str(error)) from error
 
 
-def _count(stack: nn.Module, state: StackState, host: HostRows) -> None:
-    """Count a batch's tokens, and look whether its groups are whole."""
+def count(stack: nn.Module, state: StackState, host: HostRows) -> None:
+    """Count the tokens of a batch, of all ranks that compute it, and look whether its groups are whole."""
     state.counts.add_rows(int(host.length.sum()))
     if not stack.training or not torch.is_grad_enabled():
         return

@@ -22,6 +22,7 @@ from augtree_fx.memory import budget_bytes
 from augtree_fx.recorder import Phase, Recorder
 from augtree_fx.transforms import parallel
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, ReplayContext
+from augtree_fx.transforms.counts import num_tokens_of, prompt_tokens_of
 from augtree_fx.transforms.footprint import Footprint, footprint
 from augtree_fx.transforms.in_waves import run_beside
 from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, idle_forward, pack_layout, show_rows
@@ -175,11 +176,14 @@ def _pack_now(
     groups = groups_of(stack) if in_waves else []
     if groups and state.memory is not None:
         _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
+    num_counted = state.counts.batches
     try:
         if state.lanes is not None:
             packed = _pack_for_lanes(stack, state, state.lanes, given, compiled)
         else:
             packed = _pack(stack, state, original, given, groups)
+        if packed is None and state.counts.batches == num_counted and not has_cache(given):
+            state.counts.add_rows(num_tokens_of(given))  # refused before its rows were read
     except (ValueError, RuntimeError):
         give_up(groups)
         raise
@@ -216,14 +220,15 @@ def _pack(
             _note(state, str(error))
             return None
     state.num_shared += 1
+    prompts = prompt_tokens_of(layout, state.prompt_columns)
     extras = {name: value for name, value in given.items() if name not in (*REPLACED, *PACKING)}
     if waves:
         index = torch.from_numpy(layout.packed_index)
         plan = plan_waves(layout, max_tokens)
-        state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, len(list(plan.walk())), layout.row_group)
+        state.counts.add_shared(layout, layout.num_tokens, len(list(plan.walk())), prompts)
         parts = Parts(plan, layout, tokens, extras)
         return PackedCall({}, index, layout.shape, layout.num_tokens, parts)
-    state.counts.add_shared(layout.num_row_tokens, layout.num_tokens, 0, layout.row_group)
+    state.counts.add_shared(layout, layout.num_tokens, 0, prompts)
     call = pack_layout(stack, state, layout)
     arguments = call.arguments if tokens is None else embedded_arguments(call.arguments, tokens, layout)
     return replace(call, arguments=extras | arguments)

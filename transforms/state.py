@@ -44,6 +44,7 @@ class StackState:
         lanes: ranks that share batches, under context parallelism.
         trained: tokens of forwards with gradients.
         scored: tokens of forwards without, such as old and reference log-probs.
+        prompt_columns: of the rows that are computed now, where a trainer says it; for what is counted.
         torn: looks for groups in different micro-batches.
         memory: from which to choose that.
         planned: chooses it instead, on one rank.
@@ -68,6 +69,7 @@ class StackState:
     lanes: Lanes | None = None
     trained: Counts = field(default_factory=Counts)
     scored: Counts = field(default_factory=Counts)
+    prompt_columns: int | None = None
     torn: TornGroups = field(default_factory=TornGroups)
 
     @property

@@ -100,7 +100,7 @@ class TornGroups:
 
 
 def _row_groups(batches: list[HostRows], costs: CostModel) -> IntArray:
-    """``[rows]`` number of the deepest shared node of each row, of its own node where it shares none.
+    """``[rows]`` number of each row's prompt, as far as the rows' tree shows it; see `augtree_fx.groups`.
 
     A few tokens that responses have in common make no group, whatever the model shares.
     """

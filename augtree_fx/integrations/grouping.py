@@ -6,7 +6,28 @@ micro-batches  A1 A2 A3 | B1 B2 B3 | C1 C2 C3
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from augtree_fx.layout import TreeLayout
+
+
+def groups_of_rows(rows: Sequence[Tensor], prompts: Sequence[Tensor | None]) -> list[Hashable]:
+    """What tells the group of each row: its prompt, or what the rows' tree shows where a prompt is not known.
+
+    Args:
+        rows: token ids of each row, padding excluded.
+        prompts: token ids of its prompt.
+    """
+    if all(prompt is not None for prompt in prompts):
+        return [prompt.cpu().numpy().tobytes() for prompt in prompts if prompt is not None]
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, rows))])
+    groups: list[Hashable] = []
+    groups += TreeLayout.from_packed(torch.cat(list(rows)).cpu(), cu_seq_lens=offsets).row_group.tolist()
+    return groups
 
 
 def group_order(groups: Sequence[Hashable], num_chunks: int) -> list[int]:

@@ -11,15 +11,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
-import augtree_fx
-from augtree_fx.integrations.grouping import balanced_groups, group_order
+from augtree_fx.integrations.grouping import balanced_groups, group_order, groups_of_rows
 from augtree_fx.integrations.hooks import Hook, install_hooks, remove_hooks, transform_or_say_why
 
 ADVICE = "make the micro-batch a multiple of n_samples_per_prompt, or use dynamic batching"
@@ -29,7 +28,7 @@ class GroupSampler(Sampler[int]):
     """A shuffle of a replay buffer in which rows of a group stay together, in one micro-batch where they fit.
 
     Args:
-        buffer: OpenRLHF's replay buffer; groups are read off its items' tokens when a pass over it starts.
+        buffer: OpenRLHF's replay buffer; groups are read off its items' prompts when a pass over it starts.
         batch_size: rows of a micro-batch.
     """
 
@@ -107,11 +106,20 @@ def _regroup_update(buffer: Any, part: slice, limit: int) -> None:
         buffer.dynamic_sample_loss_scale[part] = [len(chunk) / len(rows) for chunk in found]
 
 
-def _groups(items: Sequence[Any]) -> list[int]:
-    """The number of each item's group: of the longest run of tokens that it begins with and shares."""
-    rows = [item.sequences[item.attention_mask.bool()].cpu() for item in items]
-    offsets = torch.tensor([0, *itertools.accumulate(map(len, rows))])
-    return augtree_fx.TreeLayout.from_packed(torch.cat(rows), cu_seq_lens=offsets).row_group.tolist()
+def _groups(items: Sequence[Any]) -> list[Hashable]:
+    """What tells the group of each item."""
+    rows = [item.sequences[item.attention_mask.bool()] for item in items]
+    return groups_of_rows(rows, [_prompt(item) for item in items])
+
+
+def _prompt(item: Any) -> Tensor | None:
+    """Tokens before the first action, all of a row that was cut inside of its prompt; ``None`` where nothing says."""
+    if item.action_mask is None:
+        return None
+    first = item.action_mask.nonzero()[:1].flatten().tolist()  # action_mask[t] is that of token t + 1
+    end = first[0] + 1 if first else len(item.sequences)
+    prompt: Tensor = item.sequences[:end][item.attention_mask[:end].bool()]
+    return prompt
 
 
 HOOKS = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import augtree_fx
 from augtree_fx.integrations.grouping import group_order
 from augtree_fx.integrations.pooled import POOLED, Pool, joined, pool_mesh, ranks_apart, split_rows, taken
-from augtree_fx.integrations.report import Meter, state_of
+from augtree_fx.integrations.report import TRAINING, Meter, state_of
 
 logger = logging.getLogger("augtree_fx")
 
@@ -36,6 +37,7 @@ TRIED = "1.16"
 KEEP_PAIRS = ("DPOTrainer", "KTOTrainer", "OnlineDPOTrainer")
 MODELS = ("model", "ref_model")
 _HOOKS = "_augtree_hooks"
+_LOG_PROBS = "_get_per_token_logps_and_entropies"
 
 
 def enable(
@@ -165,8 +167,12 @@ class _Hooks:
         self._pool: Pool | None = None
         self._advise()
         self._log = self._override("log", self.log)
+        if hasattr(trainer, "evaluation_loop"):
+            self._evaluation_loop = self._override("evaluation_loop", self.evaluation_loop)
         if hasattr(trainer, "_buffered_inputs"):
             self._prepare = self._override("_prepare_inputs", self.prepare_inputs)
+            if hasattr(trainer, _LOG_PROBS):
+                self._log_probs = self._override(_LOG_PROBS, self.log_probs)
         elif not any(cls.__name__ in KEEP_PAIRS for cls in type(trainer).__mro__):
             _warn_unknown(trainer)
         self._join_pool()
@@ -196,7 +202,6 @@ class _Hooks:
         if self._pool is None:
             return
         self._generate = self._override("_generate", self.generate)
-        self._log_probs = self._override("_get_per_token_logps_and_entropies", self.log_probs)
         if not self._pool.movable:
             logger.warning(
                 "augtree-fx: rows stay on their ranks, since %s looks positions up in a table, which padding shifts",
@@ -227,22 +232,42 @@ class _Hooks:
 
     def _advise(self) -> None:
         """What torn groups mean in this trainer, whose rows are in order."""
-        args = self.trainer.args
         group = getattr(self.trainer, "num_generations", None)
-        size = getattr(args, "per_device_train_batch_size", None)
+        size = getattr(self.trainer.args, "per_device_train_batch_size", None)
         for state in filter(None, map(state_of, self.models)):
+            if group is None:
+                state.torn.advice = "put rows of one prompt next to each other in the dataset and do not shuffle it"
+                continue
+            lanes = state.lanes if state.lanes is not None and state.lanes.rows == POOLED else None
+            num_ranks = 1 if lanes is None else len(lanes.host.ranks)
+            multiple = f"num_generations {group}"
+            if num_ranks > 1:
+                multiple = (
+                    f"{group // math.gcd(group, num_ranks)}, so that rows of the {num_ranks} ranks of a pool together "
+                    f"are one of {multiple}"
+                )
             state.torn.advice = (
-                "put rows of one prompt next to each other in the dataset and do not shuffle it"
-                if group is None
-                else f"make per_device_train_batch_size, which is {size}, a multiple of num_generations {group}, with "
-                "fewer gradient_accumulation_steps; enable(trainer, max_wave_tokens=...) bounds the memory of that"
+                f"make per_device_train_batch_size, which is {size}, a multiple of {multiple}, with fewer "
+                "gradient_accumulation_steps; enable(trainer, max_wave_tokens=...) bounds the memory of that"
             )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log` with our metrics."""
-        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        logs.update({prefix + name: value for name, value in self._meter.take().items()})
+        """`Trainer.log` with our metrics: those of an evaluation in its own log, which comes after it."""
+        ended = [run for run in self._meter.evaluated() if any(name.startswith(f"{run}_") for name in logs)]
+        run = max(ended, key=len, default=TRAINING)  # "eval_math" goes before "eval"
+        prefix = f"{run}_" if ended else ""
+        logs.update({prefix + name: value for name, value in self._meter.take(run).items()})
         return self._log(logs, *args, **kwargs)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """`Trainer.evaluation_loop`, counted apart from training."""
+        with self._meter.evaluation(metric_key_prefix):
+            return self._evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+            )
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """`_prepare_inputs` that regroups the rows of each new generation batch."""
@@ -269,27 +294,41 @@ class _Hooks:
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
         batch_size: int | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """`_get_per_token_logps_and_entropies` of rows whose prompts are as wide on all ranks.
+        """`_get_per_token_logps_and_entropies`; in a pool, of rows whose prompts are as wide on all ranks.
 
         A generation batch is scored in the order of the dataset, before its rows are shuffled: where that takes several
-        forwards, rows are scored where their groups meet.
+        forwards, rows of a pool are scored where their groups meet.
         """
         pool = self._pool
-        assert pool is not None
+        if pool is None:
+            return self._score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         prompt = input_ids.shape[1] - logits_to_keep
         input_ids, attention_mask = pool.padded(input_ids, attention_mask, prompt, batch_size)
         one_forward = not batch_size or len(input_ids) <= batch_size
         other_columns = any(isinstance(value, (Tensor, list)) for value in kwargs.values())
         whole = one_forward or torch.is_grad_enabled() or kwargs.get("compute_aux_loss")  # a mean over forwards
         if whole or not batch_size or other_columns or not pool.movable or len(input_ids) % batch_size:
-            return self._log_probs(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return self._score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 
         def score(rows: dict[str, Any]) -> Any:
             ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-            return self._log_probs(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
+            return self._score(model, ids, mask, rows["completion_ids"].shape[1], batch_size, **kwargs)
 
         found = pool.meeting(split_rows(input_ids, attention_mask, logits_to_keep, batch_size), _prompts, score)
         return tuple(None if value is None else value[:, :logits_to_keep] for value in found)
+
+    def _score(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's own, while models know how wide prompts are, which they count."""
+        states = [state for state in map(state_of, self.models) if state is not None]
+        for state in states:
+            state.prompt_columns = input_ids.shape[1] - logits_to_keep
+        try:
+            return self._log_probs(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        finally:
+            for state in states:
+                state.prompt_columns = None
 
 
 def _warn_unknown(trainer: object) -> None:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import augtree_fx
-from augtree_fx.integrations.grouping import balanced_groups
+from augtree_fx.integrations.grouping import balanced_groups, groups_of_rows
 from augtree_fx.integrations.hooks import Hook, install_hooks, remove_hooks, transform_or_say_why
 
 logger = logging.getLogger("augtree_fx")
@@ -69,15 +68,26 @@ def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
         forced = tensordict_utils.get_non_tensor_data(data=data, key="force_group_size", default=1)
         if rows is None or len(rows) == 1 or forced > 1 or not data["input_ids"].is_nested:
             return chunks, rows
-        ids, offsets = data["input_ids"].values(), data["input_ids"].offsets()
-        layout = augtree_fx.TreeLayout.from_packed(ids, cu_seq_lens=offsets)
+        tokens = data["input_ids"].offsets().diff().tolist()
         limit = int(data["max_token_len_per_gpu"])  # verl multiplies it by the Ulysses degree, which is 1 here
-        grouped = balanced_groups(layout.row_group.tolist(), layout.row_length.tolist(), len(rows), limit)
+        grouped = balanced_groups(_groups(data), tokens, len(rows), limit)
         if grouped is None:  # groups do not fit: verl's own choice stays, and the model says that they are torn
             return chunks, rows
         return [tensordict_utils.index_select_tensor_dict(data, chunk) for chunk in grouped], grouped
 
     return prepare_micro_batches
+
+
+def _groups(data: Any) -> list[Hashable]:
+    """What tells the group of each row of a batch whose ``input_ids`` are nested."""
+    rows = data["input_ids"].unbind()
+    if "prompts" not in data.keys():
+        return groups_of_rows(rows, [None] * len(rows))
+    prompts = data["prompts"]
+    if prompts.is_nested:
+        return groups_of_rows(rows, prompts.unbind())
+    masks = data["attention_mask"][:, : prompts.shape[1]].bool()  # of prompts and responses, as `prompts` is padded
+    return groups_of_rows(rows, [prompt[mask] for prompt, mask in zip(prompts, masks, strict=True)])
 
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
