@@ -4,8 +4,8 @@
                   |            - "To find"      - c d      not what all rows begin with, and not what some responses
                   - question 2 - e f g h                   to one question begin with
 
-Groups of a trainer are equally large, which openings of responses are by chance only; where that does not decide,
-questions are long, compared with what several of them begin with, and openings are short, compared with their prompt.
+Groups of a trainer are equally large, which openings of responses are by chance only. Where that does not decide,
+openings are short: all that two halves of a batch differ in is then a question if it is long, and an opening otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from augtree_fx.trie import IntArray
 
+QUESTION_TOKENS = 32  # with what a chat template adds; "<think> Okay, so I need to" and its like have fewer
 MIN_EQUAL = 3  # parts of one size under a common start that are no chance: 8 responses fall into halves every 4th time
 
 
@@ -70,8 +71,9 @@ class _Tree:
                 return self._by_length(found)
             found = equal
         while (parts := self._equal_parts(int(self.rows[found[0]]))) is not None:
-            by_number = len(found) == 1 and len(parts) >= MIN_EQUAL
-            if not by_number and np.median(self._tokens_below(found, parts)) < np.median(self.end[found]):
+            alone = len(found) == 1
+            questions = min(np.median(self.end[found]), QUESTION_TOKENS if alone else np.inf)
+            if np.median(self._tokens_below(found, parts)) < questions and not (alone and len(parts) >= MIN_EQUAL):
                 return found
             found = parts
         return found if len(found) > 1 else self._by_length(found)
@@ -96,13 +98,13 @@ class _Tree:
         return found
 
     def _by_length(self, nodes: IntArray) -> IntArray:
-        """These nodes, or what branches below those that are short beside it."""
+        """These nodes, or what branches below them, where that is long enough to be questions."""
         found, waiting = [], nodes.tolist()
         while waiting:
             node = waiting.pop()
             inner = [child for child in self.children[node] if self.children[child]]
             most = 2 * sum(self.rows[child] for child in inner) >= self.rows[node]
-            if inner and most and np.median(self.length[inner]) >= self.end[node]:
+            if inner and most and np.median(self.length[inner]) >= min(self.end[node], QUESTION_TOKENS):
                 waiting += inner
             else:
                 found.append(node)

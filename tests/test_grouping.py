@@ -131,6 +131,8 @@ BY_CHANCE = [[8], [4, 4], [5, 3], [1, 7]]
         (0, 60, BY_CHANCE),
         (30, 400, BY_CHANCE[:2]),
         (30, 100, [[8], [8]]),
+        (500, 60, [[8], [5, 3]]),  # two questions below a system prompt that is longer
+        (500, 60, [[8], [5, 3], [7]]),  # groups of which the trainer left some rows out
         (0, 400, [[4, 4]]),  # one group alone: prompt and openings are all there is
         (0, 400, [[1, 7]]),
         (30, 300, [[3], [2, 1], [2], [1]]),  # micro-batches so far, of groups that are torn

@@ -92,6 +92,18 @@ def test_whole_groups_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture
     assert found(caplog) == []
 
 
+def test_whole_groups_below_one_system_prompt_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Two groups of an update, each in its micro-batch, which begin with the same 100 tokens and go on for 48."""
+    system = torch.randint(3, 259, (100,), generator=torch.Generator().manual_seed(3))
+    prompts = torch.randint(3, 259, (8, 24), generator=torch.Generator().manual_seed(4))
+    for update in range(4):
+        groups = (2 * update, 2 * update + 1)
+        batches = [[torch.cat([system, prompts[group], row]) for row in rows([group] * 4, group)] for group in groups]
+        train(stack, batches[:1])
+        train(stack, batches[1:], step=True)
+    assert found(caplog) == []
+
+
 def test_prompts_that_come_again_after_an_update_are_not(stack: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     for epoch in range(10):
         train(stack, in_batches(rows([0] * 4 + [1] * 4, epoch), 4), step=True)
