@@ -25,6 +25,9 @@ from augtree_fx.tables import (
 from augtree_fx.trie import IntArray
 
 Interval = tuple[int, int]
+# Gathered keys that are none, so that their number is no other size of a small batch: torch.compile takes dims of equal
+# sizes for the same one, and compiles again when they differ later.
+_UNLIKE = 1013
 # Calls on keys as they lie, from one more on which keys are brought together. A call takes the host 0.1 to 0.3 ms, and
 # 45 of them in a layer of a tree of four levels took 2.3 times as long as one GPU alone (two H200, 2026-11-30).
 MOST_APART = 3
@@ -155,7 +158,7 @@ class LaneCalls:
         return LaneCalls(
             torch.cat([*segments, torch.zeros(2, 6, dtype=torch.int64)]),
             torch.cat([*cu_seqlens, torch.zeros(2, 2, dtype=torch.int32, device=device)], 1),
-            torch.cat([*index, torch.zeros(2, dtype=torch.int64, device=device)]),
+            torch.cat([*index, torch.zeros(_UNLIKE, dtype=torch.int64, device=device)]),
             torch.tensor([*astuple(found.sizes), *counts]),
         )
 
