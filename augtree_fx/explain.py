@@ -144,7 +144,8 @@ class Explanation:
         table = tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule"))
         sent = {(site.class_name, site.cut.elements, site.cut.expanded) for site in self.sites if site.cut is not None}
         latents = "".join(
-            f"\n{name}: latents travel, {few} elements of a token and layer for {many} of keys and values"
+            f"\n{name}: latents travel, {few} elements of a token and layer for {many} of keys and values (not where "
+            "their expansion is a unit of FSDP2, nor in compiled graphs)"
             for name, few, many in sorted(sent)
         )
         return f"context parallelism\n{table}{latents}"

@@ -13,6 +13,7 @@ import torch
 from cp_workers import averaged, model_and_truth, parallel_model, state_of, wave_errors
 from fault_workers import said
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import augtree_fx
 from augtree_fx.coverage import tiny
@@ -161,6 +162,13 @@ def replaced() -> tuple[str, float]:
 
 def checkpointed_errors() -> dict[str, float]:
     """Layers under checkpointing, whose recomputation moves latents again; no router, it would compute in float32."""
+    plain, batch, truth = _without_upcasts()
+    model = parallel_model(plain, schedule=ROTATE_KV)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return families.errors(averaged(families.computed(model, batch)), truth)
+
+
+def _without_upcasts() -> tuple[nn.Module, families.Batch, families.Result]:
     _, batch, _ = model_and_truth(NAME, 2, "right")
     plain = families.build(NAME, torch.float64, attention="sdpa", first_k_dense_replace=3).train()
     plain.model.rotary_emb = families.Float64Rope(8)
@@ -168,10 +176,22 @@ def checkpointed_errors() -> dict[str, float]:
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(module, name, families.Float64Norm(child))
-    truth = families.reference(plain, batch)
+    return plain, batch, families.reference(plain, batch)
+
+
+def unit_errors() -> dict[str, float]:
+    """The expansion is a unit of FSDP2, sharded again when attention runs, but not in recomputation."""
+    plain, batch, truth = _without_upcasts()
     model = parallel_model(plain, schedule=ROTATE_KV)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return families.errors(averaged(families.computed(model, batch)), truth)
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn.kv_b_proj)
+        fully_shard(layer)
+    fully_shard(model)
+    logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
+    families.objective(logits, batch.tokens).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return families.errors(families.Result([x.detach() for x in logits], gradients), truth)
 
 
 def sharded_latent_errors() -> dict[str, float]:

@@ -21,6 +21,7 @@ from latent_workers import (
     planted_latent_errors,
     replaced,
     sharded_latent_errors,
+    unit_errors,
 )
 from ranks import Ranks
 from test_cp_models import EXACT, Case, assert_exact
@@ -33,7 +34,7 @@ CASES += [(pooled_errors, ("deepseek_v3", 2, "right", False), {"schedule": "rota
 CASES += [(wave_errors, ("deepseek_v3", 3, 12), {"schedule": schedule}) for schedule in SCHEDULES]
 CASES += [(wave_errors, ("deepseek_v3", 3, 12), {"max_prompt_tokens": 5, "activations": "recompute"})]
 CASES += [(adapted_errors, (schedule,), {}) for schedule in SCHEDULES[::2]]
-CASES += [(worker, (), {}) for worker in (checkpointed_errors, sharded_latent_errors, elsewhere_errors)]
+CASES += [(worker, (), {}) for worker in (checkpointed_errors, sharded_latent_errors, elsewhere_errors, unit_errors)]
 
 
 def test_outputs_and_gradients(ranks: Ranks) -> None:
