@@ -171,7 +171,10 @@ class Lanes:
             ValueError: the lanes that were chosen do not partition ranks and rows.
             RuntimeError: ranks chose other lanes.
         """
-        plans = list(self.choose(layout, self.num_ranks))
+        chosen = self.choose(layout, self.num_ranks)
+        if not isinstance(chosen, Sequence) or not all(isinstance(each, LanePlan) for each in chosen):
+            raise ValueError(f"lanes must give a list of LanePlan, got {chosen!r}")
+        plans = list(chosen)
         if self._one_lane is None:  # whatever a caller's function goes by; ours goes by batch and settings
             self.host.agree("lanes of a batch", {f"lane {n}": plan.described for n, plan in enumerate(plans)})
         check_lanes(plans, self.num_ranks, layout.num_rows)

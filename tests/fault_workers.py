@@ -171,6 +171,17 @@ def small_errors() -> dict[str, float]:
     return errors
 
 
+def lanes_error(given: Any) -> str:
+    """What is said when the caller's function gives no lanes."""
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain, lanes=lambda *_: given)
+    try:
+        model(**batch.inputs(), use_cache=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def errors_after_an_error(schedule: str) -> dict[str, float]:
     """Every rank has an error between transfers of a forward, then of a backward; each time the next step is right."""
     plain, batch, truth = model_and_truth("llama", 2, "right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attention_reference import Site
@@ -13,6 +14,7 @@ from fault_workers import (
     dies,
     disagreements,
     errors_after_an_error,
+    lanes_error,
     late,
     partition_errors,
     planted_errors,
@@ -158,3 +160,9 @@ def test_a_rank_that_dies_between_transfers(
         assert f"rank {rank} was left by rank " in text and "look for its own error" in text, text
     named = [text for text in found.values() if "1" in text.split("was left by rank")[1].split(";")[0]]
     assert len(named) >= 2, found
+
+
+@pytest.mark.parametrize("given", [None, ["all"]])
+def test_lanes_that_are_none(worlds: World, given: Any) -> None:
+    for text in worlds(1).run(lanes_error, given):
+        assert f"lanes must give a list of LanePlan, got {given!r}" in text
