@@ -41,6 +41,12 @@ class HostRows:
     shape: tuple[int, int]
     device: torch.device
 
+    @staticmethod
+    def none(input_ids: Tensor) -> HostRows:
+        """No rows, of ``input_ids [0, sequence]``."""
+        keys, begin, length = (np.empty(0, dtype=np.int64) for _ in range(3))
+        return HostRows(keys, begin, length, (0, input_ids.shape[1]), input_ids.device)
+
     def row_keys(self) -> list[IntArray]:
         """Keys of each row's tokens."""
         return [self.keys[begin : begin + length] for begin, length in zip(self.begin, self.length, strict=True)]

@@ -14,7 +14,7 @@ from unittest import mock
 import families
 import torch
 from attention_reference import Site
-from cp_workers import attention_errors, averaged, halves, model_and_truth, parallel_model, state_of
+from cp_workers import attention_errors, averaged, halves, model_and_truth, own_rows, parallel_model, state_of
 from row_reference import Batch
 from torch import Tensor, distributed
 
@@ -169,6 +169,34 @@ def small_errors() -> dict[str, float]:
             got = averaged(families.computed(parallel_model(plain, schedule=schedule), batch))
             errors[f"{name}, {schedule}"] = max(families.errors(got, truth).values())
     return errors
+
+
+def without_rows_errors() -> tuple[dict[str, float], str]:
+    """One rank has no rows of its own, and computes a share of the others'; then what is said where nobody has any."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    idle = rank == ranks - 1
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    parts = [own_rows(batch, each, ranks - 1, lonely=False) for each in range(ranks - 1)]
+    results = [families.reference(plain, part) for part in parts]
+    means = {name: sum(each.gradients[name] for each in results) / ranks for name in results[0].gradients}
+    part = parts[0 if idle else rank]
+    given = {name: each[:0] if idle else each for name, each in part.inputs().items()}
+    model = parallel_model(plain, rows="pooled")
+    logits = model(**given, use_cache=False).logits
+    if idle:
+        assert logits.shape == (0, batch.input_ids.shape[1], plain.config.vocab_size)
+        logits.sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        got = families.Result(results[0].logits, gradients)
+    else:
+        got = families.result_of(model, part.rows_of(logits), part)
+    expected = families.Result(results[0 if idle else rank].logits, means)
+    errors = families.errors(averaged(got), expected)
+    try:
+        model(**{name: each[:0] for name, each in given.items()}, use_cache=False)
+    except ValueError as error:
+        return errors, str(error)
+    return errors, "no error"
 
 
 def lanes_error(given: Any) -> str:

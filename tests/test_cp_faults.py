@@ -20,6 +20,7 @@ from fault_workers import (
     planted_errors,
     prefill_disagreements,
     small_errors,
+    without_rows_errors,
 )
 from ranks import Ranks
 from test_cp_attention import EXACT, groups
@@ -160,6 +161,12 @@ def test_a_rank_that_dies_between_transfers(
         assert f"rank {rank} was left by rank " in text and "look for its own error" in text, text
     named = [text for text in found.values() if "1" in text.split("was left by rank")[1].split(";")[0]]
     assert len(named) >= 2, found
+
+
+def test_a_rank_without_rows_computes_a_share_of_the_others(worlds: World) -> None:
+    for rank, (errors, text) in enumerate(worlds(3).run(without_rows_errors)):
+        assert max(errors.values()) <= EXACT, f"rank {rank}: {errors}"
+        assert "the batch is empty on all ranks" in text
 
 
 @pytest.mark.parametrize("given", [None, ["all"]])

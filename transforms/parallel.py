@@ -72,6 +72,8 @@ def pack_rows(
     shape = rows.shape
     if pooled is not None:
         rows, own = _pool([each for _, (each, _) in found], lanes.host.rank, rows.device)
+        if not len(rows.keys):
+            raise ValueError("the batch is empty on all ranks; leave the call out, or pass some rows on one of them")
         known = [each for _, (_, each) in found if each is not None]
         prompts = np.concatenate(known) if len(known) == len(found) else None
     costs = costs_of(stack, state, rows.device)

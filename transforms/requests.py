@@ -121,6 +121,8 @@ def read_rows(
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if tokens is None and given.get("input_ids") is None:
             raise NotImplementedError("ranks of a mesh compare token ids, and inputs_embeds have none; pass input_ids")
+        if state.lanes is not None and state.lanes.rows == "pooled" and given["input_ids"].shape[:1] == (0,):
+            return HostRows.none(given["input_ids"])  # other ranks have some
         if tokens is None:
             return state.positions.rows(given["input_ids"], mask, positions)
         if positions is None and state.positions != PositionRule():
