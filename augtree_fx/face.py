@@ -93,8 +93,8 @@ def transform(
             each computes a share of its tokens. Every rank transforms its own copy of the model. Gradients of
             parameters are then to be averaged over the axis, as in data parallelism.
         rows: ``"replicated"``, every rank of the axis passes the same rows, or ``"pooled"``, each passes its own and
-            gets just those back, what rows of any rank share being computed once. A pooled forward that asks for a KV
-            cache is each rank's own, as ranks generate different numbers of tokens.
+            gets just those back, what rows of any rank share being computed once; a rank may have none. A pooled
+            forward that asks for a KV cache is each rank's own, as ranks generate different numbers of tokens.
         schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for
             `dtensor_ops.lanes.one_pass_schedule`.
         lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane.
