@@ -277,9 +277,15 @@ def _without_the_last_step(kv: tuple[Tensor, ...], lane: attention.Lane) -> Iter
 
 
 def _of_another_rank(pending: Pending) -> Tensor:
-    """LSEs ``[ranks, queries, H]`` arrive one rank further; all else has more dims."""
+    """LSEs ``[ranks, queries, H]`` of the others arrive one rank further; all else has more dims.
+
+    What is in a rank's own row may be anything, NaN too, and stays there.
+    """
     found = _WAIT(pending)
-    return found.roll(1, 0) if found.ndim == 3 else found
+    if found.ndim == 3:
+        others = [peer for peer in range(len(found)) if peer != distributed.get_rank(pending.group)]
+        found[others] = found[others[1:] + others[:1]]
+    return found
 
 
 def _sinks_in_every_partial(outs: Any, lses: Any, sinks: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
