@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,20 @@ def matched(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is attention_leaf
 
 
+def _timed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention of one site, timed inside of `augtree_fx.measure`."""
+
+    @functools.wraps(attend)
+    def run(query: Tensor, key: Tensor, value: Tensor, site: SiteContext, **options: Any) -> Tensor:
+        recorder = site.shared.recorder
+        if recorder is None or torch.compiler.is_compiling():
+            return attend(query, key, value, site, **options)
+        return recorder.attention(lambda q, k, v: attend(q, k, v, site, **options), query, key, value)
+
+    return run
+
+
+@_timed
 def tree_attention(
     query: Tensor,
     key: Tensor,
@@ -50,25 +66,6 @@ def tree_attention(
     Returns:
         ``[1, T, H, E]``, as attention interfaces return it.
     """
-    options = (scale, window, softcap, chunk, call, s_aux, latents)
-    if site.shared.recorder is None or torch.compiler.is_compiling():
-        return _attend(query, key, value, site, *options)
-    return site.shared.recorder.attention(lambda q, k, v: _attend(q, k, v, site, *options), query, key, value)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    site: SiteContext,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    chunk: int | None,
-    call: int,
-    s_aux: Tensor | None,
-    latents: tuple[Tensor, ...],
-) -> Tensor:
     context, place = site.shared, (site.site, call)
     query, key, value = _autocast(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
