@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tabulate import tabulate
@@ -23,6 +23,7 @@ from augtree_fx.tables import Calls, decode_calls
 from augtree_fx.timings import Timings, timings_of
 from augtree_fx.transforms import AttentionSite, Refusal, StackState, capture_stack, find_stack, is_installed
 from augtree_fx.transforms.install import STATE
+from augtree_fx.transforms.lane_waves import wave_limits
 from augtree_fx.transforms.positions import PositionRule, position_rule
 from augtree_fx.transforms.recurrent import MixerSite, mixer_sites
 from augtree_fx.transforms.requests import estimated_costs, layout_of
@@ -138,10 +139,16 @@ class Explanation:
         if not self.lanes or self.layout is None:
             return ""
         rows = [
-            (_span(lane.ranks), len(lane.rows), int(self.layout.row_length[list(lane.rows)].sum()), lane.schedule)
+            (
+                _span(lane.ranks),
+                len(lane.rows),
+                int(self.layout.row_length[list(lane.rows)].sum()),
+                lane.schedule or "by size",
+                "all" if lane.wave_tokens is None else f"{lane.wave_tokens} tokens",
+            )
             for lane in self.lanes
         ]
-        table = tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule"))
+        table = tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule", "branches at a time"))
         sent = {(site.class_name, site.cut.elements, site.cut.expanded) for site in self.sites if site.cut is not None}
         latents = "".join(
             f"\n{name}: latents travel, {few} elements of a token and layer for {many} of keys and values (not where "
@@ -204,7 +211,9 @@ def explain(
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
         if state.lanes is not None:
-            lanes = tuple(state.lanes.choose(layout, state.lanes.num_ranks))
+            chosen = state.lanes.choose(layout, state.lanes.num_ranks)
+            limits = wave_limits(chosen, state.max_wave_tokens)
+            lanes = tuple(replace(lane, wave_tokens=most) for lane, most in zip(chosen, limits, strict=True))
             if isinstance(state.lanes.choose, PlannedLanes):
                 planned = state.lanes.choose.last
         elif state.planned is not None:

@@ -123,10 +123,6 @@ def transform(
         raise ValueError(f"rows={rows!r}, schedule={schedule!r} and lanes={lanes!r} are of ranks; pass mesh= with them")
     if mesh is not None and memory is not None:
         raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
-    if mesh is not None and max_wave_tokens is not None and (lanes is not None or planner is not None):
-        raise NotImplementedError(
-            "waves run on all ranks of a mesh at once; leave out lanes= and planner=, or max_wave_tokens="
-        )
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)

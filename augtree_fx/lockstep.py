@@ -51,6 +51,12 @@ def pad_to_all(plan: Stage, groups: list[Any]) -> None:
         )
 
 
+def pad_alike(plan: Stage, others: list[Stage]) -> None:
+    """What `pad_to_all` does, among ranks that know the plans of all: nothing is exchanged."""
+    for other in [_encoded(each) for each in others if each is not plan]:
+        _pad(plan, other)
+
+
 def give_up(groups: list[Any]) -> None:
     """Tell ranks that wait in `pad_to_all` that this one has no plan."""
     for group in groups:

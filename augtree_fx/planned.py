@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from augtree_fx.dtensor_ops.lanes import LanePlan, one_pass_schedule
+from augtree_fx.dtensor_ops.lanes import LanePlan
 from augtree_fx.layout import TreeLayout
-from augtree_fx.planner import ModelShape, Plan, Planner, ReplayShape
+from augtree_fx.planner import Lane, ModelShape, Plan, Planner, ReplayShape
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.trie import IntArray
 
@@ -43,34 +44,35 @@ class PlannedLanes:
         return PlannedLanes(planner, ModelShape.from_config(config))
 
     def __call__(self, layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
-        """Lanes of a batch; a plan of several waves runs in one pass, and that is said once."""
+        """Lanes of a batch, and how many tokens of branches each has alive at a time."""
         plan = self.plan(layout, num_ranks)
-        if plan.num_waves > 1 or plan.num_rounds > 1:
-            self._say_once(
-                f"the plan has {plan.num_rounds} rounds of {plan.num_waves} waves, which one forward runs in one "
-                "pass; if memory runs out, pass fewer rows, or take more ranks"
-            )
-        return lanes_of(plan, layout)
+        return [
+            replace(found, wave_tokens=self._wave_tokens(plan, lane, layout, found.rows))
+            for lane, found in zip(plan.lanes, lanes_of(plan, layout), strict=True)
+        ]
 
     def wave_tokens(self, layout: TreeLayout) -> int | None:
-        """Packed tokens of branches that one rank should have alive at a time; ``None`` for all of them.
-
-        A plan that takes trees one after another, or rows by themselves, is not what one forward does: where its tree
-        does not fit at once, waves are then as large as memory leaves them beside all prompts.
-        """
+        """Packed tokens of branches that one rank should have alive at a time; ``None`` for all of them."""
         plan = self.plan(layout, 1)
+        return self._wave_tokens(plan, plan.lanes[0], layout, range(layout.num_rows))
+
+    def _wave_tokens(self, plan: Plan, lane: Lane, layout: TreeLayout, rows: Sequence[int]) -> int | None:
+        """The same of a lane that has some rows.
+
+        A plan that takes trees one after another, or rows by themselves, is not what one forward does: where its trees
+        do not fit at once, waves are then as large as memory leaves them beside all prompts.
+        """
         if plan.reuse and plan.num_rounds == 1:
-            return None if plan.num_waves == 1 else max(1, *(wave.tokens for wave in plan.lanes[0].waves))
-        shape, memory = ReplayShape.from_layout(layout), MemoryModel.of(plan.costs)
-        leaf = int(shape.length[shape.is_leaf].sum())
-        inner = shape.num_tokens - leaf
-        if float(memory.peak_bytes(inner, leaf, 1, waved=False)) <= memory.limit_bytes:
+            return None if plan.num_waves == 1 else max(1, *(wave.tokens for wave in lane.waves))
+        memory = MemoryModel.of(plan.costs)
+        inner, leaf = _tokens_of(layout, rows)
+        if float(memory.peak_bytes(inner, leaf, lane.degree, waved=False)) <= memory.limit_bytes:
             return None
-        found = memory.wave_tokens(inner, 1)
+        found = memory.wave_tokens(inner, lane.degree)
         if not found:
             self._say_once(
-                f"a batch has {inner} prompt tokens, which one forward keeps and which leave no memory for a response; "
-                "pass fewer groups, or take more ranks"
+                f"a lane of {lane.degree} ranks has {inner} prompt tokens, which one forward keeps and which leave no "
+                "memory for a response; pass fewer groups, or take more ranks"
             )
         return max(found, 1)
 
@@ -88,12 +90,26 @@ class PlannedLanes:
 
 
 def lanes_of(plan: Plan, layout: TreeLayout) -> list[LanePlan]:
-    """A plan's lanes with the rows of the batch that was planned."""
-    fallback = one_pass_schedule(layout)
+    """A plan's lanes with the rows of the batch that was planned, without its waves."""
     return [
-        LanePlan(lane.ranks, tuple(mine.tolist()), lane.schedule.value if lane.schedule else fallback)
+        LanePlan(
+            lane.ranks, tuple(mine.tolist()), lane.schedule.value if lane.schedule else None,
+            prefill_schedule=lane.prefill_schedule.value,
+        )
         for lane, mine in zip(plan.lanes, rows_of(plan, layout), strict=True)
-    ]
+    ]  # fmt: skip
+
+
+def _tokens_of(layout: TreeLayout, rows: Sequence[int]) -> tuple[int, int]:
+    """Tokens of some rows' trees: of nodes that others continue, and of those that none does."""
+    found = np.zeros(layout.num_nodes, dtype=bool)
+    ends = layout.row_node[np.asarray(rows, dtype=np.int64)]
+    found[ends[ends >= 0]] = True
+    for node in range(layout.num_nodes - 1, -1, -1):  # children have larger numbers than their parent
+        if found[node] and layout.parent[node] >= 0:
+            found[layout.parent[node]] = True
+    continued = np.isin(np.arange(layout.num_nodes), layout.parent[found])
+    return int(layout.length[found & continued].sum()), int(layout.length[found & ~continued].sum())
 
 
 def rows_of(plan: Plan, layout: TreeLayout) -> list[IntArray]:

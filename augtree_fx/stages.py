@@ -216,7 +216,7 @@ class StageRunner:
         path = () if stage is None else tuple(each.shards for each in stage.path()[::-1] if each.shards is not None)
         shards = Shards.of(part, lanes.num_ranks, min_chunk_tokens=lanes.min_chunk_tokens, above=path)
         self._lengths = (shards.share, shards.base + shards.share)
-        arguments = wave_arguments(self.stack, self.state, lanes, shards, prompts, kept)
+        arguments = wave_arguments(self.stack, self.state, lanes.whole, shards, prompts, kept)
         hidden = self._call(arguments, kept)
         tokens = shards.tokens(lanes.host.rank)
         number = int((tokens >= 0).sum())  # padding is at the end

@@ -51,6 +51,17 @@ class Stage:
             yield stage
             frontier += reversed(stage.inner)
 
+    def passes(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """Nodes above each forward, and its own, in the order in which they run; idle ones left out."""
+        frontier = [(self, self.nodes[:0])]
+        while frontier:
+            stage, above = frontier.pop()
+            if len(stage.nodes):
+                yield above, stage.nodes
+                above = np.concatenate([above, stage.nodes])
+            yield from ((above, nodes) for nodes in stage.waves if len(nodes))
+            frontier += [(inner, above) for inner in reversed(stage.inner)]
+
     def walk(self) -> Iterator[IntArray]:
         """All waves, in the order in which they run."""
         return (wave for stage in self.stages() for wave in stage.waves)

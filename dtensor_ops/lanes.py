@@ -15,6 +15,7 @@ from augtree_fx.dtensor_ops.attention import GATHER_KV, MOVE_Q, ROTATE_KV, SCHED
 from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, Shards
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray
+from augtree_fx.waves import check_max_tokens
 
 # Moving queries sends fewer bytes when response tokens are fewer than this, times key heads over query heads, times
 # prompt tokens: bfloat16 payload, float32 gradients of keys, to first order, without what overlaps with arithmetic.
@@ -31,18 +32,25 @@ class LanePlan:
     Attributes:
         ranks: of the mesh axis, ascending.
         rows: numbers of rows of the batch.
-        schedule: who moves, one of `SCHEDULES`.
+        schedule: who moves, one of `SCHEDULES`; ``None`` for `one_pass_schedule`, and in waves for `wave_schedule`.
+        wave_tokens: packed tokens of branches that the whole lane has alive at a time; ``None`` for what `transform`
+            was told, or all.
+        prefill_schedule: who moves while prompts are computed that waves follow; ``None`` for ``schedule``.
     """
 
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
-    schedule: str
+    schedule: str | None
+    wave_tokens: int | None = None
+    prefill_schedule: str | None = None
 
     @property
     def described(self) -> str:
         """A line for ranks to compare; all rows would be too many to read."""
         rows = f"{len(self.rows)} rows {digest(np.array(self.rows, dtype=np.int64))}"
-        return f"ranks {list(self.ranks)}, {rows}, {self.schedule}"
+        moves = self.schedule if self.prefill_schedule is None else f"{self.schedule} after {self.prefill_schedule}"
+        waves = "" if self.wave_tokens is None else f", waves of {self.wave_tokens} tokens"
+        return f"ranks {list(self.ranks)}, {rows}, {moves}{waves}"
 
 
 Choose = Callable[[TreeLayout, int], Sequence[LanePlan]]  # of the whole batch's tree, and the number of ranks
@@ -54,10 +62,9 @@ def one_lane(layout: TreeLayout, num_ranks: int, *, schedule: str | None = None)
     Args:
         layout: the tree of the whole batch.
         num_ranks: ranks of the axis.
-        schedule: who moves; ``None`` for what is best where prompts and responses are computed in one pass.
+        schedule: who moves; ``None`` for what is best.
     """
-    found = schedule or one_pass_schedule(layout)
-    return [LanePlan(tuple(range(num_ranks)), tuple(range(layout.num_rows)), found)]
+    return [LanePlan(tuple(range(num_ranks)), tuple(range(layout.num_rows)), schedule)]
 
 
 def one_pass_schedule(layout: TreeLayout) -> str:
@@ -81,35 +88,96 @@ def wave_schedule(num_keys: int, num_queries: int, kv_share: float) -> str:
     return MOVE_Q if num_queries < BREAK_EVEN * kv_share * num_keys else ROTATE_KV
 
 
-@dataclass(frozen=True, eq=False)
-class LanePart:
-    """What a rank computes of a batch.
+@dataclass(frozen=True)
+class Lane:
+    """A lane as one of its ranks knows it.
 
     Attributes:
-        shards: of its lane's tree.
-        rank: its number in the lane.
-        group: name of the lane's process group.
-        schedule: of the lane.
-        share: tokens of every rank of the axis, padding included.
-        index: ``[slots]`` where each slot of the batch lies in the shares of all ranks of the axis, -1 for padding.
-        num_tokens: tokens of all lanes' trees; a group that is torn between lanes counts in each.
+        plan: its ranks and schedules.
+        rank: this one's number in it.
+        group: name of its process group.
     """
 
-    shards: Shards
+    plan: LanePlan
     rank: int
     group: str
-    schedule: str
-    share: int
-    index: IntArray
-    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """A batch divided among lanes; the same on all ranks but for `lane`.
+
+    Attributes:
+        layout: the tree of the whole batch.
+        plans: of all lanes.
+        trees: ``[lanes]`` the tree of each lane's rows, whose slots are those of the whole batch.
+        number: which lane is this rank's.
+        lane: this rank's.
+        min_chunk_tokens: see `Shards.of`.
+    """
+
+    layout: TreeLayout
+    plans: tuple[LanePlan, ...]
+    trees: tuple[TreeLayout, ...]
+    number: int
+    lane: Lane
+    min_chunk_tokens: int
 
     @property
-    def layout(self) -> TreeLayout:
-        return self.shards.layout
+    def num_tokens(self) -> int:
+        """Tokens of all lanes' trees; a group that is torn between lanes counts in each."""
+        return sum(tree.num_tokens for tree in self.trees)
 
-    def tokens(self) -> IntArray:
-        """``[share]`` packed token of the lane's tree at each place of this rank, -1 for padding."""
-        return self.shards.tokens(self.rank)
+    def in_one_pass(self) -> LanePart:
+        """What this rank computes if every lane computes its tree at once."""
+        parts = [
+            Shards.of(tree, len(plan.ranks), min_chunk_tokens=self.min_chunk_tokens)
+            for tree, plan in zip(self.trees, self.plans, strict=True)
+        ]
+        share = max(shards.share for shards in parts)
+        parts = [replace(shards, share=share) for shards in parts]
+        passes = [[(shards, np.arange(shards.layout.num_tokens))] for shards in parts]
+        return LanePart(self.lane, parts[self.number], share, self.index(passes, share))
+
+    def index(self, passes: Sequence[Sequence[Pass]], share: int) -> IntArray:
+        """``[slots]`` where each slot of the batch lies in the outputs of all ranks of the axis, -1 for padding.
+
+        Args:
+            passes: of each lane, in the order of its outputs.
+            share: tokens of every rank's outputs, padding included.
+        """
+        found = np.full(self.layout.shape[0] * self.layout.shape[1], -1, dtype=np.int64)
+        for plan, tree, own in zip(self.plans, self.trees, passes, strict=True):
+            place, first = np.full(tree.num_tokens, -1, dtype=np.int64), 0
+            for shards, tokens in own:
+                for rank, number in enumerate(plan.ranks):
+                    local = shards.tokens(rank)
+                    here = np.flatnonzero(local >= 0)
+                    place[tokens[local[here]]] = number * share + first + here
+                first += shards.share
+            slots = np.flatnonzero(tree.packed_index >= 0)
+            found[slots] = place[tree.packed_index[slots]]
+        return found
+
+
+Pass = tuple[Shards, IntArray]  # of one forward of a lane; ``[tokens]`` which tokens of the lane's tree its layout has
+
+
+@dataclass(frozen=True, eq=False)
+class LanePart:
+    """What a rank computes of a batch in one pass.
+
+    Attributes:
+        lane: its lane.
+        shards: of the lane's tree.
+        share: tokens of every rank of the axis, padding included.
+        index: see `Division.index`.
+    """
+
+    lane: Lane
+    shards: Shards
+    share: int
+    index: IntArray
 
 
 @dataclass(eq=False)
@@ -120,7 +188,7 @@ class Lanes:
         host: the ranks.
         rows: ``"replicated"``, every rank passes the same rows, or ``"pooled"``, each passes its own.
         choose: gives a batch's tree to lanes.
-        schedule: who moves in waves; ``None`` for `wave_schedule`.
+        schedule: who moves where all ranks are one lane; ``None`` for what is best.
         min_chunk_tokens: see `Shards.of`.
     """
 
@@ -160,8 +228,18 @@ class Lanes:
         found = self.choose
         return found if isinstance(found, functools.partial) and found.func is one_lane else None
 
-    def part(self, layout: TreeLayout, subtree: Callable[[tuple[int, ...]], TreeLayout]) -> LanePart:
-        """What this rank computes of a batch that all ranks of the axis know.
+    @property
+    def whole(self) -> Lane:
+        """All ranks as one lane."""
+        return Lane(LanePlan(tuple(range(self.num_ranks)), (), self.schedule), self.host.rank, self.group)
+
+    @property
+    def may_wave(self) -> bool:
+        """Whether the choice of lanes may ask for waves."""
+        return self._one_lane is None
+
+    def divide(self, layout: TreeLayout, subtree: Callable[[tuple[int, ...]], TreeLayout]) -> Division:
+        """A batch that all ranks of the axis know, divided among lanes.
 
         Args:
             layout: the tree of the whole batch.
@@ -174,32 +252,18 @@ class Lanes:
         chosen = self.choose(layout, self.num_ranks)
         if not isinstance(chosen, Sequence) or not all(isinstance(each, LanePlan) for each in chosen):
             raise ValueError(f"lanes must give a list of LanePlan, got {chosen!r}")
-        plans = list(chosen)
+        plans = tuple(chosen)
         if self._one_lane is None:  # whatever a caller's function goes by; ours goes by batch and settings
             self.host.agree("lanes of a batch", {f"lane {n}": plan.described for n, plan in enumerate(plans)})
         check_lanes(plans, self.num_ranks, layout.num_rows)
-        trees = [layout if len(plans) == 1 else subtree(plan.rows) for plan in plans]
-        parts = [
-            Shards.of(tree, len(plan.ranks), min_chunk_tokens=self.min_chunk_tokens)
-            for tree, plan in zip(trees, plans, strict=True)
-        ]
-        share = max(shards.share for shards in parts)
-        parts = [replace(shards, share=share) for shards in parts]
-        index = np.full(layout.shape[0] * layout.shape[1], -1, dtype=np.int64)
-        for plan, shards in zip(plans, parts, strict=True):
-            packed = shards.layout.packed_index
-            here = np.flatnonzero(packed >= 0)
-            lane_rank, place = np.divmod(shards.slot[packed[here]], share)
-            index[here] = np.array(plan.ranks)[lane_rank] * share + place
+        trees = tuple(layout if len(plans) == 1 else subtree(plan.rows) for plan in plans)
         mine = next(number for number, plan in enumerate(plans) if self.host.rank in plan.ranks)
         ranks = plans[mine].ranks
         self._make_groups([plan.ranks for plan in plans], ranks)
         group = self._groups[ranks]
         assert group is not None, "a rank makes the group of its own lane"
-        return LanePart(
-            parts[mine], ranks.index(self.host.rank), group.group_name, plans[mine].schedule, share, index,
-            sum(tree.num_tokens for tree in trees),
-        )  # fmt: skip
+        lane = Lane(plans[mine], ranks.index(self.host.rank), group.group_name)
+        return Division(layout, plans, trees, mine, lane, self.min_chunk_tokens)
 
     def _make_groups(self, lanes: Sequence[tuple[int, ...]], mine: tuple[int, ...]) -> None:
         """Groups of lanes that there were none of before; all ranks know of all of them, and make theirs together."""
@@ -212,7 +276,7 @@ class Lanes:
 
 
 def check_lanes(plans: Sequence[LanePlan], num_ranks: int, num_rows: int) -> None:
-    """Raise ValueError unless lanes partition ranks and rows, and their schedules exist."""
+    """Raise ValueError unless lanes partition ranks and rows, and their schedules and waves can be."""
     ranks = sorted(rank for plan in plans for rank in plan.ranks)
     rows = sorted(row for plan in plans for row in plan.rows)
     if ranks != list(range(num_ranks)) or any(list(plan.ranks) != sorted(plan.ranks) for plan in plans):
@@ -221,6 +285,8 @@ def check_lanes(plans: Sequence[LanePlan], num_ranks: int, num_rows: int) -> Non
         )
     if rows != list(range(num_rows)):
         raise ValueError(f"lanes must partition {num_rows} rows, got {[plan.rows for plan in plans]}")
-    unknown = [plan.schedule for plan in plans if plan.schedule not in SCHEDULES]
-    if unknown:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {unknown[0]!r}")
+    for plan in plans:
+        check_max_tokens("wave_tokens of a lane", plan.wave_tokens)
+        for schedule in (plan.schedule, plan.prefill_schedule):
+            if schedule is not None and schedule not in SCHEDULES:
+                raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
+import families
+import numpy as np
 import pytest
 import torch
-from cp_workers import model_and_truth, model_errors, parallel_model, pooled_errors, sharded_errors, state_of
+from cp_workers import (
+    averaged,
+    halves,
+    model_and_truth,
+    model_errors,
+    parallel_model,
+    pooled_errors,
+    sharded_errors,
+    state_of,
+)
 from fault_workers import said
 from ranks import Ranks
 from test_cp_models import EXACT, Case, assert_exact
 from torch import distributed
 
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+import augtree_fx
+from augtree_fx import CostModel, Planner, TreeLayout
+from augtree_fx.dtensor_ops.attention import GATHER_KV, SCHEDULES
+from augtree_fx.dtensor_ops.lanes import LanePlan
+from augtree_fx.planner import Execution
+from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.transforms import in_waves
 
 CASES: list[Case] = [
@@ -25,6 +43,47 @@ CASES += [(model_errors, ("mistral", 3, "right"), {"max_wave_tokens": 12})]
 CASES += [(pooled_errors, ("llama", 3, "right", lonely), {"max_wave_tokens": 12}) for lonely in (False, True)]
 CASES += [(sharded_errors, (rows,), {"max_wave_tokens": 9}) for rows in ("replicated", "pooled")]
 
+
+def uneven_waves(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+    """`halves`: the last rank takes all of its branches at once, the others few at a time, prompts another way."""
+    lonely, rest = halves(layout, num_ranks)
+    return [lonely, replace(rest, wave_tokens=7, prefill_schedule=GATHER_KV)]
+
+
+def waves_of_one(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+    """Each rank a lane, waves of another size in each."""
+    rows = np.arange(layout.num_rows) % num_ranks
+    return [
+        LanePlan((rank,), tuple(np.flatnonzero(rows == rank).tolist()), None, wave_tokens=3 + 4 * rank)
+        for rank in range(num_ranks)
+    ]
+
+
+def one_without_rows(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+    """The first rank has no rows."""
+    everything = tuple(range(layout.num_rows))
+    return [LanePlan((0,), (), None), LanePlan(tuple(range(1, num_ranks)), everything, None, wave_tokens=9)]
+
+
+LANE_CASES: list[Case] = [
+    (model_errors, ("llama", depth, style), {"lanes": lanes, **options})
+    for depth, style, options in (
+        (2, "right", {}), (3, "left", {}), (3, "right", {"max_wave_tokens": 12}), (3, "trl", {"checkpointing": True})
+    )
+    for lanes in (uneven_waves, waves_of_one)
+]  # fmt: skip
+LANE_CASES += [(model_errors, ("llama", 3, "right"), {"lanes": halves, "max_wave_tokens": 12})]
+LANE_CASES += [(model_errors, ("mistral", 3, "right"), {"lanes": uneven_waves})]
+LANE_CASES += [
+    (pooled_errors, ("llama", 3, "right", lonely), {"lanes": lanes})
+    for lonely, lanes in ((False, uneven_waves), (True, waves_of_one), (True, one_without_rows))
+]
+LANE_CASES += [
+    (sharded_errors, (rows,), {"lanes": lanes})
+    for rows in ("replicated", "pooled")
+    for lanes in (uneven_waves, waves_of_one, one_without_rows)
+]
+
 # Families that up-cast to float32 do so where autograd computes waves again: 2^-24 a term, some hundred terms, divided
 # by gradients a hundredth of the largest.
 ROUNDED = 2e-5
@@ -35,10 +94,44 @@ def test_outputs_and_gradients(ranks: Ranks) -> None:
     assert_exact(ranks, {1: CASES[::8], 3: CASES[::2], 4: CASES[1::4]}[ranks.num_ranks])
 
 
+def test_lanes_go_through_waves_of_their_own(worlds: Callable[[int], Ranks]) -> None:
+    """Lanes with and without waves beside each other, also where FSDP2 shards the model over all of them."""
+    assert_exact(worlds(3), LANE_CASES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_all_cases(worlds: Callable[[int], Ranks], num_ranks: int) -> None:
-    assert_exact(worlds(num_ranks), CASES)
+    assert_exact(worlds(num_ranks), CASES + LANE_CASES)
+
+
+def planned(checkpointing: bool) -> tuple[dict[str, float], str, int, int]:
+    """A planner whose machine has room for a few branches beside the prompts; what `explain` says; waves."""
+    plain, batch, truth = model_and_truth("llama", 2, "right")
+    planner = Planner("cpu", execution=Execution(checkpointing=False, shard_weights=False), bucketed=False)
+    shape = augtree_fx.ReplayShape.from_layout(
+        TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    )
+    sizes = augtree_fx.ModelShape.from_config(plain.config)
+    memory = MemoryModel.of(planner.costs(sizes, world_size=distributed.get_world_size()))
+    leaf = int(shape.length[shape.is_leaf].sum())
+    room = memory.peak_bytes(shape.num_tokens - leaf, leaf // 3, distributed.get_world_size(), waved=True)
+    planner.hardware = replace(planner.hardware, memory_bytes=float(room) / planner.execution.usable_memory + 1)
+    model = parallel_model(plain, planner=planner)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with families.KeepFloat64() if not checkpointing else contextlib.nullcontext():
+        logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
+        got = families.result_of(model, logits, batch)
+    plan = state_of(model).lanes.choose.last
+    said = str(augtree_fx.explain(model, **batch.inputs()))
+    return families.errors(averaged(got), truth), said, state_of(model).trained.waves, plan.num_waves * plan.num_rounds
+
+
+def test_a_plan_in_waves_is_obeyed(worlds: Callable[[int], Ranks]) -> None:
+    for errors, shown, waves, passes in worlds(3).run(planned, False):
+        assert max(errors.values()) <= EXACT, errors
+        assert passes > 1 and waves > 1 and "branches at a time" in shown and " tokens" in shown
 
 
 def test_latents_travel_in_waves(worlds: Callable[[int], Ranks]) -> None:
@@ -92,7 +185,7 @@ def test_a_planted_fault_is_noticed(worlds: Callable[[int], Ranks]) -> None:
 def refusals() -> list[str]:
     plain, _, _ = model_and_truth("llama", 2, "right")
     found = []
-    for options in ({"memory": "1GiB"}, {"max_wave_tokens": 9, "lanes": print}):
+    for options in ({"memory": "1GiB"},):
         with pytest.raises(NotImplementedError) as error:
             parallel_model(plain, **options)
         found.append(str(error.value))
@@ -100,6 +193,5 @@ def refusals() -> list[str]:
 
 
 def test_what_does_not_go_together(worlds: Callable[[int], Ranks]) -> None:
-    ((memory, lanes),) = worlds(1).run(refusals)
+    ((memory,),) = worlds(1).run(refusals)
     assert "memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks" in memory
-    assert "waves run on all ranks of a mesh at once; leave out lanes= and planner=" in lanes

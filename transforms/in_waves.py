@@ -77,7 +77,8 @@ class _Run:
         while frontier:
             stage, above, prompts = frontier.pop()
             if len(stage.nodes):
-                prompts = self._stage(stage.nodes, above, prompts)
+                followed = bool(stage.inner) or any(len(nodes) for nodes in stage.waves)
+                prompts = self._stage(stage.nodes, above, prompts, followed=followed)
                 above = np.concatenate([above, stage.nodes])
             elif stage.idle:
                 self.unseen.append(self.idle())
@@ -88,11 +89,13 @@ class _Run:
                     self.unseen.append(_checkpointed(self.idle))
             frontier += [(inner, above, prompts) for inner in reversed(stage.inner)]
 
-    def _stage(self, nodes: IntArray, above: IntArray, prompts: Shelf | None) -> Shelf:
-        kept = Shelf()
+    def _stage(self, nodes: IntArray, above: IntArray, prompts: Shelf | None, *, followed: bool) -> Shelf:
+        kept = Shelf() if followed else None
         outputs = self.forward(nodes, above, prompts, kept)
-        refuse_cut_off(kept.items, outputs[0])
         self._add(nodes, outputs)
+        if kept is None:
+            return Shelf()
+        refuse_cut_off(kept.items, outputs[0])
         kept.full = True
         outer = {} if prompts is None else prompts.items
         return Shelf({place: _prompt_kv(own, outer.get(place)) for place, own in kept.items.items()})
@@ -167,6 +170,25 @@ def _prompt_kv(own: tuple[Tensor, ...], outer: PromptKV | None) -> PromptKV:
     outer_handles = [None] * len(own) if outer is None else outer.handles
     handles = (_Handle.apply(*pair) for pair in zip(outer_handles, own, strict=True))
     return PromptKV(continued(own, outer), tuple(handles))
+
+
+def lengthened(outputs: Any, num_tokens: int, wanted: int) -> Any:
+    """Outputs of a forward with zeros after their tokens: as many as those of a rank that has most."""
+    if num_tokens == wanted:
+        return outputs
+    if isinstance(outputs, Tensor):
+        dim = 1 if outputs.ndim >= 3 and outputs.shape[0] == 1 else 0
+        if outputs.ndim == 0 or outputs.shape[dim] != num_tokens:
+            return outputs
+        missing = list(outputs.shape)
+        missing[dim] = wanted - num_tokens
+        return torch.cat([outputs, outputs.new_zeros(missing)], dim)
+    if isinstance(outputs, tuple):
+        return tuple(lengthened(item, num_tokens, wanted) for item in outputs)
+    if isinstance(outputs, dict):
+        for name in list(outputs):
+            outputs[name] = lengthened(outputs[name], num_tokens, wanted)
+    return outputs
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from augtree_fx.dtensor_ops import collectives
-from augtree_fx.dtensor_ops.lanes import Lanes, one_pass_schedule, wave_schedule
+from augtree_fx.dtensor_ops.lanes import Lane, one_pass_schedule, wave_schedule
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.site import LaneTables
 from augtree_fx.transforms.context import ReplayContext, Shelf
@@ -21,11 +21,12 @@ from augtree_fx.trie import IntArray
 
 
 def wave_arguments(
-    stack: nn.Module, state: StackState, lanes: Lanes, shards: Shards, prompts: Shelf | None, kept: Shelf | None
+    stack: nn.Module, state: StackState, lane: Lane, shards: Shards, prompts: Shelf | None, kept: Shelf | None
 ) -> dict[str, Any]:
-    """Keywords of the stack's forward for a rank's share of a stage or a wave, all ranks being one lane.
+    """Keywords of the stack's forward for a rank's share of a stage or a wave.
 
     Args:
+        lane: its ranks, and who moves there.
         shards: of its nodes, on top of the stages above.
         prompts, kept: see `ReplayContext`; K and V of this rank's shares.
     """
@@ -35,29 +36,31 @@ def wave_arguments(
     cuts = [site.cut for site in state.sites]
     if cuts and all(cut is not None for cut in cuts):  # latents travel in place of keys
         kv_share *= max(cut.elements / cut.expanded for cut in cuts if cut is not None)
-    schedule = lanes.schedule
+    schedule = lane.plan.schedule
+    if kept is not None and lane.plan.prefill_schedule is not None:
+        schedule = lane.plan.prefill_schedule
     if schedule is None and shards.above:
         first = int(shards.layout.offset[sum(each.num_nodes for each in shards.above)])
         schedule = wave_schedule(first, shards.layout.num_tokens - first, kv_share)
-    schedule = schedule or one_pass_schedule(shards.layout)
-    return local_arguments(stack, state, shards, lanes.host.rank, schedule, lanes.group, prompts, kept, latents=True)
+    return local_arguments(stack, state, lane, shards, schedule, prompts, kept, latents=True)
 
 
 def local_arguments(
-    stack: nn.Module, state: StackState, shards: Shards, rank: int, schedule: str, group: str,
+    stack: nn.Module, state: StackState, lane: Lane, shards: Shards, schedule: str | None,
     prompts: Shelf | None = None, kept: Shelf | None = None, *, latents: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Keywords of the stack's forward for the share of a rank of a lane."""
+    """Keywords of the stack's forward for the share of a rank of a lane; ``None`` for `one_pass_schedule`."""
     check_sites(stack, state)
-    layout, device, tokens = shards.layout, shards.layout.device, shards.tokens(rank)
+    layout, device, tokens = shards.layout, shards.layout.device, shards.tokens(lane.rank)
     counts = any(site.counts for site in state.sites)
     ids, positions, counted = (
         torch.from_numpy(np.where(tokens < 0, 0, _taken(x, tokens))).to(device, non_blocking=True)
         for x in (layout.input_ids, layout.position_ids, columns(layout))
     )
     if state.recorder is not None:
-        collectives.watch(group, state.recorder)
-    tables = LaneTables.of(shards, rank, {site.span for site in state.sites}, schedule, group, latents=latents)
+        collectives.watch(lane.group, state.recorder)
+    moves, spans = schedule or one_pass_schedule(layout), {site.span for site in state.sites}
+    tables = LaneTables.of(shards, lane.rank, spans, moves, lane.group, latents=latents)
     context = ReplayContext(
         {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables,
         recorder=state.recorder,

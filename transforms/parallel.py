@@ -16,24 +16,24 @@ import torch
 from torch import nn
 
 from augtree_fx.dtensor_ops.agreement import digest
-from augtree_fx.dtensor_ops.lanes import LanePart, Lanes
+from augtree_fx.dtensor_ops.lanes import Division, LanePart, Lanes
 from augtree_fx.layout import TreeLayout
 from augtree_fx.rows import HostRows
 from augtree_fx.transforms.counts import prompt_tokens_of
 from augtree_fx.transforms.lane_arguments import local_arguments
-from augtree_fx.transforms.lane_waves import LaneParts
+from augtree_fx.transforms.lane_waves import LaneParts, needs_waves, wave_limits
 from augtree_fx.transforms.packing import PackedCall
 from augtree_fx.transforms.requests import Unshared, costs_of, count, has_cache, read_rows, refuse_waves
 from augtree_fx.transforms.state import StackState
 from augtree_fx.trie import IntArray
-from augtree_fx.waves import branch_tokens, plan_waves
 
 ROWS = ("replicated", "pooled")
 
 
 def pack_rows(
-    stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any], *, compiled: bool = False
-) -> PackedCall:
+    stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any], *, compiled: bool = False,
+    in_step: bool = False,
+) -> PackedCall:  # fmt: skip
     """The packed call of this rank's share of a batch.
 
     Args:
@@ -42,6 +42,7 @@ def pack_rows(
         lanes: the ranks.
         given: this rank's arguments by name.
         compiled: the stack runs as a compiled graph, which holds no module to expand `Latents` with.
+        in_step: lanes run as many forwards as each other.
 
     Raises:
         Unshared: no rank can share its rows, for the same reason; or this one generates, for itself.
@@ -86,28 +87,30 @@ def pack_rows(
     if state.recorder is not None:
         state.recorder.last.layout = layout
     count(stack, state, rows)
-    if state.max_wave_tokens is not None and branch_tokens(layout) > state.max_wave_tokens:
-        return _call_in_waves(stack, state, lanes, layout, own, shape, prompts)
-    part = lanes.part(layout, subtree)
-    state.counts.add_shared(layout, part.num_tokens, 0, prompts)
+    division = lanes.divide(layout, subtree)
+    limits = wave_limits(division.plans, state.max_wave_tokens)
+    if needs_waves(division, limits):
+        return _call_in_waves(stack, state, lanes, division, limits, own, shape, prompts, in_step=in_step)
+    state.counts.add_shared(layout, division.num_tokens, 0, prompts)
+    part = division.in_one_pass()
     return _packed_call(stack, state, lanes, part, part.index[own], shape, latents=not compiled)
 
 
 def _call_in_waves(
-    stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout, own: slice, shape: tuple[int, int],
-    prompts: IntArray | None,
+    stack: nn.Module, state: StackState, lanes: Lanes, division: Division, limits: list[int | None], own: slice,
+    shape: tuple[int, int], prompts: IntArray | None, *, in_step: bool,
 ) -> PackedCall:  # fmt: skip
     """The call of a batch in waves."""
     try:
-        _refuse(stack, state, lanes, layout)
+        _refuse(stack, state, lanes, division.layout)
     except NotImplementedError as error:
         if state.strict:
             raise
         raise Unshared(str(error)) from error
-    plan = plan_waves(layout, state.max_wave_tokens)
-    state.counts.add_shared(layout, layout.num_tokens, len(list(plan.walk())), prompts)
-    index = torch.from_numpy(layout.packed_index[own])
-    return PackedCall({}, index, shape, layout.num_tokens, LaneParts(plan, layout, lanes, own), lanes.group)
+    parts = LaneParts.of(division, limits, own, in_step=in_step)
+    waves = sum(len(nodes) > 0 for nodes in parts.plan.walk())
+    state.counts.add_shared(division.layout, division.num_tokens, waves, prompts)
+    return PackedCall({}, torch.from_numpy(parts.index), shape, division.num_tokens, parts, lanes.group)
 
 
 def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeLayout) -> PackedCall:
@@ -121,7 +124,7 @@ def pack_layout(stack: nn.Module, state: StackState, lanes: Lanes, layout: TreeL
     def subtree(some: tuple[int, ...]) -> TreeLayout:
         raise ValueError(f"an explicit layout of {layout.num_rows} rows runs in one lane, got one of {len(some)} rows")
 
-    part = lanes.part(layout, subtree)
+    part = lanes.divide(layout, subtree).in_one_pass()
     return _packed_call(stack, state, lanes, part, part.index, layout.shape, latents=False)
 
 
@@ -169,9 +172,10 @@ def _packed_call(
     stack: nn.Module, state: StackState, lanes: Lanes, part: LanePart, index: IntArray, shape: tuple[int, int],
     *, latents: bool,
 ) -> PackedCall:  # fmt: skip
-    _refuse(stack, state, lanes, part.layout)
-    arguments = local_arguments(stack, state, part.shards, part.rank, part.schedule, part.group, latents=latents)
-    index_there = torch.from_numpy(index).to(part.layout.device)
+    layout = part.shards.layout
+    _refuse(stack, state, lanes, layout)
+    arguments = local_arguments(stack, state, part.lane, part.shards, part.lane.plan.schedule, latents=latents)
+    index_there = torch.from_numpy(index).to(layout.device)
     return PackedCall(arguments, index_there, shape, part.share, group=lanes.group)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import get_process_group_ranks
 from transformers import PreTrainedModel
 
 from augtree_fx.dtensor_ops.lanes import Lanes
@@ -172,14 +173,17 @@ def pack(
 def _pack_now(
     stack: nn.Module, state: StackState, original: Callable[..., Any], given: dict[str, Any], compiled: bool
 ) -> tuple[PackedCall | None, Stage | None]:
-    in_waves = (state.max_wave_tokens or state.memory or state.planned) is not None and not has_cache(given)
+    in_waves = _may_wave(state) and not has_cache(given)
     groups = groups_of(stack) if in_waves else []
+    in_step = bool(groups)
     if groups and state.memory is not None:
         _footprint(stack, state, original)  # on all ranks at once, also those whose batch asks for none
+    if state.lanes is not None:  # ranks of the axis know each other's plans
+        groups = [group for group in groups if not set(get_process_group_ranks(group)) <= set(state.lanes.host.ranks)]
     num_counted = state.counts.batches
     try:
         if state.lanes is not None:
-            packed = _pack_for_lanes(stack, state, state.lanes, given, compiled)
+            packed = _pack_for_lanes(stack, state, state.lanes, given, compiled, in_step)
         else:
             packed = _pack(stack, state, original, given, groups)
         if packed is None and state.counts.batches == num_counted and not has_cache(given):
@@ -192,6 +196,13 @@ def _pack_now(
     plan = Stage(np.zeros(1, dtype=np.int64)) if packed is None or packed.parts is None else packed.parts.plan
     pad_to_all(plan, groups)
     return packed, plan if plan.waves or plan.inner else None
+
+
+def _may_wave(state: StackState) -> bool:
+    """Whether some batch goes through waves, whatever the one at hand does."""
+    if state.lanes is not None and state.lanes.may_wave:
+        return True
+    return (state.max_wave_tokens or state.memory or state.planned) is not None
 
 
 def _pack(
@@ -235,10 +246,10 @@ def _pack(
 
 
 def _pack_for_lanes(
-    stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any], compiled: bool
+    stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any], compiled: bool, in_step: bool
 ) -> PackedCall | None:
     try:
-        call = parallel.pack_rows(stack, state, lanes, given, compiled=compiled)
+        call = parallel.pack_rows(stack, state, lanes, given, compiled=compiled, in_step=in_step)
     except Unshared as reason:
         _note(state, str(reason))
         return None

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 import augtree_fx
 from augtree_fx import TreeLayout
-from augtree_fx.dtensor_ops.lanes import one_lane
+from augtree_fx.dtensor_ops.lanes import one_pass_schedule
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.site import LaneTables, attend
 from augtree_fx.examples.bench import grpo, models
@@ -63,8 +63,8 @@ class Ours(Contender):
         shards = Shards.of(layout, self.size)
         tokens = shards.tokens(self.rank)
         held = layout.source[tokens[tokens >= 0]]
-        (plan,) = one_lane(layout, self.size, schedule=self.schedule)
-        lane = LaneTables.of(shards, self.rank, {None}, plan.schedule, self.group.group_name)
+        moves = self.schedule or one_pass_schedule(layout)
+        lane = LaneTables.of(shards, self.rank, {None}, moves, self.group.group_name)
         return Shard.of(rollout, held, device, Plan(lane, shards.share, rollout), reuse=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, scale: float, kernel: str) -> Tensor:
