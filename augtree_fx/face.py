@@ -82,13 +82,15 @@ def transform(
             unchanged, or the original forward runs, and the log says so once.
         max_wave_tokens: for groups larger than memory: branches go through the layers in waves of so many packed
             tokens, under checkpointing, and come back in one tensor; backward computes one wave after another again.
-            ``None`` computes all of them at once; under a mesh the tokens of all ranks count. `prefill` gives a loop
-            over waves instead, and computes none twice. Under FSDP2 ranks tell one another how many waves they have,
+            ``None`` computes all of them at once. Under a mesh the tokens of all ranks count, each lane has its ranks'
+            share of them, and goes through waves of its own. `prefill` gives a loop over waves instead, and computes
+            none twice. Under FSDP2 ranks tell one another how many waves they have,
             and run as many forwards as the longest.
         memory: instead of that, what a forward and its backward may allocate in the decoder: a number of bytes, a
             string like ``"40GiB"``, or ``"auto"`` for half of what is free on a CUDA device. The caller's own, logits
             say, has to fit beside it. Branches go through waves only where they do not fit at once. Neither applies to
-            a batch that shares nothing: its original forward runs.
+            a batch that shares nothing: its original forward runs. Under a mesh it is each rank's, and the rank of a
+            lane that has least decides for the lane.
         mesh: one axis of a device mesh, for context parallelism: its ranks call forward together, build one tree, and
             each computes a share of its tokens. Every rank transforms its own copy of the model. Gradients of
             parameters are then to be averaged over the axis, as in data parallelism.
@@ -97,9 +99,10 @@ def transform(
             forward that asks for a KV cache is each rank's own, as ranks generate different numbers of tokens.
         schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for
             `dtensor_ops.lanes.one_pass_schedule`.
-        lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane.
-        planner: chooses lanes and schedules instead, a plan for each bucket of batches. Without a mesh it chooses
-            ``max_wave_tokens``, of a rank alone: `Execution` says what else is in its memory.
+        lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane. A lane
+            may have waves of its own size.
+        planner: chooses lanes, schedules and waves instead, a plan for each bucket of batches; without a mesh waves
+            alone. `Execution` says what else is in a rank's memory.
 
     Returns:
         The same object.
@@ -121,8 +124,6 @@ def transform(
         )
     if mesh is None and (rows != "replicated" or schedule is not None or lanes is not None):
         raise ValueError(f"rows={rows!r}, schedule={schedule!r} and lanes={lanes!r} are of ranks; pass mesh= with them")
-    if mesh is not None and memory is not None:
-        raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError("the model is compiled already; call augtree_fx.transform(model) first, torch.compile second")
     stack = find_stack(model)
@@ -165,8 +166,9 @@ def pack(model: nn.Module, layout: TreeLayout, *, pad_to_multiple_of: int = 1) -
     ``packed.show(out)`` is what the model itself would return for the rows. With it a compiled model is one graph:
     ``torch.compile(model, fullgraph=True)``.
 
-    On a mesh every rank passes the same layout and has the tokens of its share; keys and values travel, never what they
-    follow from (multi-head latent attention).
+    It is one forward, whatever `transform` was told of waves and memory; `prefill` cuts a layout. On a mesh every rank
+    passes the same layout and has the tokens of its share; keys and values travel, never what they follow from
+    (multi-head latent attention).
 
     Args:
         model: a transformed model; also wrapped by PEFT, DDP or torch.compile.

@@ -116,10 +116,16 @@ class TreeLayout:
         The caller's rows are prompt + response, in the order given, packed without padding: ``shape`` is
         ``(1, total)``. A response may be empty; a prompt may not.
 
+        Args:
+            prompts: token ids of each prompt.
+            responses: token ids of each prompt's responses.
+            device: the model's; ``"cuda"`` is the current one.
+
         Raises:
             ValueError: the two lists differ in length, there is no group, or a prompt is empty.
         """
-        host, root, ends = batch_rows.group_rows(prompts, responses, torch.device(device))
+        where = torch.empty(0, device=device).device  # with its index, as tensors and parameters have it
+        host, root, ends = batch_rows.group_rows(prompts, responses, where)
         return replace(_assemble(host, root, ends), declared=True)
 
     @staticmethod

@@ -64,14 +64,22 @@ class PlannedLanes:
         """
         if plan.reuse and plan.num_rounds == 1:
             return None if plan.num_waves == 1 else max(1, *(wave.tokens for wave in lane.waves))
+        return self._that_fit(plan, lane.degree, *_tokens_of(layout, rows))
+
+    def wave_tokens_of_all(self, layout: TreeLayout, num_ranks: int) -> int | None:
+        """The same where all ranks are one lane, as in `prefill` on a mesh."""
+        plan = self.plan(layout, num_ranks)
+        return self._that_fit(plan, num_ranks, *_tokens_of(layout, range(layout.num_rows)))
+
+    def _that_fit(self, plan: Plan, degree: int, inner: int, leaf: int) -> int | None:
+        """Branch tokens that fit beside so many of prompts on some ranks; ``None`` for all of them."""
         memory = MemoryModel.of(plan.costs)
-        inner, leaf = _tokens_of(layout, rows)
-        if float(memory.peak_bytes(inner, leaf, lane.degree, waved=False)) <= memory.limit_bytes:
+        if float(memory.peak_bytes(inner, leaf, degree, waved=False)) <= memory.limit_bytes:
             return None
-        found = memory.wave_tokens(inner, lane.degree)
+        found = memory.wave_tokens(inner, degree)
         if not found:
             self._say_once(
-                f"a lane of {lane.degree} ranks has {inner} prompt tokens, which one forward keeps and which leave no "
+                f"a lane of {degree} ranks has {inner} prompt tokens, which one forward keeps and which leave no "
                 "memory for a response; pass fewer groups, or take more ranks"
             )
         return max(found, 1)

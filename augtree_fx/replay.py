@@ -61,10 +61,12 @@ def prefill(
     Args:
         model: a transformed model; also wrapped by PEFT, FSDP2 or torch.compile.
         layout: the batch, on the model's device; `TreeLayout.from_groups`, `.from_padded` or `.from_packed`.
-        max_wave_tokens: packed tokens of a wave, unless `Tree.waves` says otherwise; ``None`` for one wave.
+        max_wave_tokens: packed tokens of a wave (under a mesh of all ranks), unless `Tree.waves` says otherwise;
+            ``None`` for what the ``planner`` of `transform` says, or one wave.
         memory: choose that from what prompts and waves may allocate: a number of bytes, a string like ``"40GiB"``, or
             ``"auto"`` for most of what is free on a CUDA device. What the loss itself takes, `Wave.logits` say, has to
             fit beside it; the head's chunks of `Wave.logprobs` are in it. ``explain`` says what was chosen, and why.
+            Under a mesh it is each rank's, and the rank with least decides.
         max_prompt_tokens: compute longer prompts in chunks of so many tokens, one after another.
         activations: of prompts, until their backward: ``"keep"`` them; ``"recompute"`` them then, one chunk at a time,
             so that besides K and V only one chunk of a prompt is ever alive; ``"offload"`` them to pinned host memory.
@@ -98,8 +100,6 @@ def prefill(
     check_max_tokens("max_wave_tokens", max_wave_tokens)
     check_memory(memory, max_wave_tokens)
     check_max_tokens("max_prompt_tokens", max_prompt_tokens)
-    if memory is not None and getattr(stack, STATE).lanes is not None:
-        raise NotImplementedError("memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks")
     if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
         raise NotImplementedError(
             f"{type(model).__name__} reads one token of each row; pass its decoder, model.base_model, and apply the "
@@ -147,6 +147,8 @@ class Tree:
             self._runner.agree_on_batch(self._predictions)
             if self._memory is not None:
                 self._max_wave_tokens = self._runner.wave_tokens(self._memory)
+            elif self._max_wave_tokens is None:
+                self._max_wave_tokens = self._runner.planned_tokens()
             plan = Stage(self._prompts)
             pad_to_all(plan, self._runner.groups)
             self._root = self._runner.compute(plan.nodes, None, self._predictions, idle=plan.idle)

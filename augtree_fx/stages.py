@@ -19,12 +19,14 @@ from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import groups_of, smallest
 from augtree_fx.memory import Memory, budget_bytes
 from augtree_fx.offload import CudaMover, Offload
+from augtree_fx.planned import PlannedLanes
 from augtree_fx.predictions import Predictions
 from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.context import GivenHidden, HiddenStates, Place, Shelf
 from augtree_fx.transforms.footprint import footprint, local
 from augtree_fx.transforms.in_waves import refuse_cut_off
 from augtree_fx.transforms.lane_arguments import wave_arguments
+from augtree_fx.transforms.lane_budget import agreed_limits, lane_extent, may_move_queries
 from augtree_fx.transforms.packing import make_context, packed_arguments
 from augtree_fx.transforms.parallel import described
 from augtree_fx.transforms.requests import refuse_waves
@@ -34,9 +36,11 @@ from augtree_fx.transforms.wave_budget import (
     PREFILL_SHARE,
     Extent,
     Surroundings,
+    WaveBudget,
     choose_waves,
     gathered_parameters,
     missing_gradients,
+    moving_token,
 )
 from augtree_fx.trie import IntArray
 from augtree_fx.waves import idle_layout, part_of, token_index
@@ -180,17 +184,39 @@ class StageRunner:
             head_token=config.vocab_size * (2 * narrow + HEAD_COPIES * wide),
             head_tokens=HEAD_TOKENS,
         )
-        extent, there = Extent.of(self.layout), budget_bytes(memory, self.layout.device, PREFILL_SHARE)
+
+        def chosen(extent: Extent) -> WaveBudget:
+            there = budget_bytes(memory, self.layout.device, PREFILL_SHARE)
+            return choose_waves(there, seen, extent, around, kept=self.dormant == "keep")
+
+        lanes = self.state.lanes
         try:
-            self.state.budget = choose_waves(there, seen, extent, around, kept=self.dormant == "keep")
+            if lanes is None:
+                self.state.budget = chosen(Extent.of(self.layout))
+                most = self.state.budget.max_tokens
+            else:
+                whole = lanes.whole.plan
+                if may_move_queries(whole):
+                    around = replace(around, moving_token=moving_token(config, self.dtype))
+                extent = lane_extent(whole, self.layout, lanes.min_chunk_tokens)
+                (most,), self.state.budget = agreed_limits([whole], lanes.host, lambda: chosen(extent))
         except ValueError:
             smallest(0, self.groups)  # or the others would wait
             raise
-        assert self.state.budget.max_tokens is not None, "only a drop-in forward runs everything at once"
-        fewest = smallest(self.state.budget.max_tokens, self.groups)
+        assert most is not None, "only a drop-in forward runs everything at once"
+        fewest = smallest(most, self.groups)
         if not fewest:
             raise ValueError(f"memory={memory!r} does not hold the prompts and a wave of another rank; give more")
         return fewest
+
+    def planned_tokens(self) -> int | None:
+        """The same by the planner that `transform` was given; ``None`` without one, or where all fit at once."""
+        lanes, planned = self.state.lanes, self.state.planned
+        if lanes is None:
+            return None if planned is None else planned.wave_tokens(self.layout)
+        if not isinstance(lanes.choose, PlannedLanes):
+            return None
+        return lanes.choose.wave_tokens_of_all(self.layout, lanes.num_ranks)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -124,8 +124,11 @@ def planned(checkpointing: bool) -> tuple[dict[str, float], str, int, int]:
         logits = batch.rows_of(model(**batch.inputs(), use_cache=False).logits)
         got = families.result_of(model, logits, batch)
     plan = state_of(model).lanes.choose.last
-    said = str(augtree_fx.explain(model, **batch.inputs()))
-    return families.errors(averaged(got), truth), said, state_of(model).trained.waves, plan.num_waves * plan.num_rounds
+    shown, waves = str(augtree_fx.explain(model, **batch.inputs())), state_of(model).trained.waves
+    layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
+    with augtree_fx.prefill(model, layout, on_unused="skip") as tree:
+        in_prefill = len(list(tree.waves()))
+    return families.errors(averaged(got), truth), shown, waves, min(in_prefill, plan.num_waves * plan.num_rounds)
 
 
 def test_a_plan_in_waves_is_obeyed(worlds: Callable[[int], Ranks]) -> None:
@@ -180,18 +183,3 @@ def test_a_planted_fault_is_noticed(worlds: Callable[[int], Ranks]) -> None:
     for errors in worlds(3).run(faulty):
         assert errors["logits"] <= EXACT
         assert errors["model.layers.0.self_attn.k_proj.weight"] >= 1e6 * EXACT
-
-
-def refusals() -> list[str]:
-    plain, _, _ = model_and_truth("llama", 2, "right")
-    found = []
-    for options in ({"memory": "1GiB"},):
-        with pytest.raises(NotImplementedError) as error:
-            parallel_model(plain, **options)
-        found.append(str(error.value))
-    return found
-
-
-def test_what_does_not_go_together(worlds: Callable[[int], Ranks]) -> None:
-    ((memory,),) = worlds(1).run(refusals)
-    assert "memory= counts on one device; under a mesh pass max_wave_tokens, of all ranks" in memory

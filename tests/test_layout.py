@@ -290,3 +290,8 @@ def test_detection_costs_little_of_what_it_saves() -> None:
     assert detection_s <= 0.02 * saved_s, (
         f"detection {detection_s:.3f} s, saved layers' forward {saved_s:.1f} s, ratio {detection_s / saved_s:.4f}"
     )
+
+
+def test_a_device_is_that_of_tensors() -> None:
+    """`"cuda"`, here `"cpu:0"`, names a device in other words than its tensors do, and is no other one."""
+    assert TreeLayout.from_groups([[1]], [[[2]]], device="cpu:0").device == torch.empty(0).device

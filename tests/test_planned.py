@@ -101,6 +101,8 @@ def test_one_rank_runs_in_waves_that_fit(prompt: int) -> None:
     state = getattr(find_stack(model), STATE)
     branches = state.planned.wave_tokens(explained.layout) // 32
     assert 1 <= branches < 8 and state.trained.waves == -(-8 // branches)
+    with augtree_fx.prefill(model, explained.layout, on_unused="skip") as tree:
+        assert len(list(tree.waves())) == -(-8 // branches)
     augtree_fx.transform(model, planner=Planner("h200"), costs=CostModel.free())
     model(rows, labels=rows)
     assert getattr(find_stack(model), STATE).trained.waves == 0

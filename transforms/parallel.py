@@ -7,7 +7,7 @@ outputs   gathered, and shown in the caller's shape
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ ROWS = ("replicated", "pooled")
 
 def pack_rows(
     stack: nn.Module, state: StackState, lanes: Lanes, given: Mapping[str, Any], *, compiled: bool = False,
-    in_step: bool = False,
+    in_step: bool = False, limits_of: Callable[[Division, int], list[int | None]] | None = None,
 ) -> PackedCall:  # fmt: skip
     """The packed call of this rank's share of a batch.
 
@@ -43,6 +43,8 @@ def pack_rows(
         given: this rank's arguments by name.
         compiled: the stack runs as a compiled graph, which holds no module to expand `Latents` with.
         in_step: lanes run as many forwards as each other.
+        limits_of: of a batch in lanes and the number of this rank's slots: ``[lanes]`` packed tokens of branches that
+            each has alive at a time, ``None`` for all of them.
 
     Raises:
         Unshared: no rank can share its rows, for the same reason; or this one generates, for itself.
@@ -88,7 +90,10 @@ def pack_rows(
         state.recorder.last.layout = layout
     count(stack, state, rows)
     division = lanes.divide(layout, subtree)
-    limits = wave_limits(division.plans, state.max_wave_tokens)
+    if limits_of is None:
+        limits = wave_limits(division.plans, state.max_wave_tokens)
+    else:
+        limits = limits_of(division, own.stop - own.start)
     if needs_waves(division, limits):
         return _call_in_waves(stack, state, lanes, division, limits, own, shape, prompts, in_step=in_step)
     state.counts.add_shared(layout, division.num_tokens, 0, prompts)
@@ -148,6 +153,7 @@ def _settings(stack: nn.Module, state: StackState, lanes: Lanes) -> dict[str, An
         "kernel": state.kernel,
         "strict": state.strict,
         "max_wave_tokens": state.max_wave_tokens,
+        "memory": state.memory,
         "dtype": str(autocast or weight.dtype),
         "attention": f"{len(state.sites)} modules of spans {sorted({str(site.span) for site in state.sites})}",
         "gradients": torch.is_grad_enabled(),

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 from transformers import PreTrainedModel
 
-from augtree_fx.dtensor_ops.lanes import Lanes
+from augtree_fx.dtensor_ops.lanes import Division, Lanes
 from augtree_fx.layout import TreeLayout
 from augtree_fx.lockstep import give_up, groups_of, pad_to_all
 from augtree_fx.memory import budget_bytes
@@ -26,6 +26,7 @@ from augtree_fx.transforms.context import GivenHidden, HiddenStates, ReplayConte
 from augtree_fx.transforms.counts import num_tokens_of, prompt_tokens_of
 from augtree_fx.transforms.footprint import Footprint, footprint
 from augtree_fx.transforms.in_waves import run_beside
+from augtree_fx.transforms.lane_budget import agreed_limits, lane_extent, may_move_queries
 from augtree_fx.transforms.packing import PackedCall, Parts, embedded_arguments, idle_forward, pack_layout, show_rows
 from augtree_fx.transforms.positions import call_packed
 from augtree_fx.transforms.requests import PACKING, REPLACED, Unshared, decide, has_cache, refuse_waves, token_inputs
@@ -35,9 +36,11 @@ from augtree_fx.transforms.wave_budget import (
     FORWARD_SHARE,
     Extent,
     Surroundings,
+    WaveBudget,
     choose_waves,
     gathered_parameters,
     missing_gradients,
+    moving_token,
 )
 from augtree_fx.waves import Stage, branch_tokens, plan_waves
 
@@ -183,7 +186,7 @@ def _pack_now(
     num_counted = state.counts.batches
     try:
         if state.lanes is not None:
-            packed = _pack_for_lanes(stack, state, state.lanes, given, compiled, in_step)
+            packed = _pack_for_lanes(stack, state, original, state.lanes, given, compiled, in_step)
         else:
             packed = _pack(stack, state, original, given, groups)
         if packed is None and state.counts.batches == num_counted and not has_cache(given):
@@ -246,10 +249,15 @@ def _pack(
 
 
 def _pack_for_lanes(
-    stack: nn.Module, state: StackState, lanes: Lanes, given: dict[str, Any], compiled: bool, in_step: bool
-) -> PackedCall | None:
+    stack: nn.Module, state: StackState, original: Callable[..., Any], lanes: Lanes, given: dict[str, Any],
+    compiled: bool, in_step: bool,
+) -> PackedCall | None:  # fmt: skip
+    def limits(division: Division, num_slots: int) -> list[int | None]:
+        return _lane_limits(stack, state, original, lanes, division, num_slots)
+
+    limits_of = None if state.memory is None else limits
     try:
-        call = parallel.pack_rows(stack, state, lanes, given, compiled=compiled, in_step=in_step)
+        call = parallel.pack_rows(stack, state, lanes, given, compiled=compiled, in_step=in_step, limits_of=limits_of)
     except Unshared as reason:
         _note(state, str(reason))
         return None
@@ -264,13 +272,42 @@ def _chosen(
     stack: nn.Module, state: StackState, original: Callable[..., Any], layout: TreeLayout, groups: list[Any]
 ) -> int | None:
     """Packed tokens of a wave in the budget of memory; ``None`` where all of them fit into one forward."""
+    num_outputs = layout.num_tokens + len(layout.packed_index)  # packed, and in rows
+    state.budget = _budget(stack, state, original, layout, Extent.of(layout), num_outputs, groups)
+    return state.budget.max_tokens
+
+
+def _lane_limits(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], lanes: Lanes, division: Division, num_slots: int
+) -> list[int | None]:
+    """``[lanes]`` packed tokens of a wave in the budgets of their ranks; ``None`` where all fit into one forward."""
+    plan, tree = division.lane.plan, division.trees[division.number]
+
+    def choose() -> WaveBudget:
+        extent = lane_extent(plan, tree, division.min_chunk_tokens)
+        num_outputs = extent.computed * (1 + lanes.num_ranks) + num_slots  # own, gathered, and in rows
+        return _budget(
+            stack, state, original, tree, extent, num_outputs, groups_of(stack), moves=may_move_queries(plan)
+        )
+
+    limits, state.budget = agreed_limits(division.plans, lanes.host, choose)
+    return limits
+
+
+def _budget(
+    stack: nn.Module, state: StackState, original: Callable[..., Any], layout: TreeLayout, extent: Extent,
+    num_outputs: int, groups: list[Any], *, moves: bool = False,
+) -> WaveBudget:  # fmt: skip
     assert state.memory is not None
     memory = budget_bytes(state.memory, layout.device, FORWARD_SHARE)
     seen = _footprint(stack, state, original)
-    outputs = int(2 * seen.hidden * (layout.num_tokens + len(layout.packed_index)))  # packed, in rows; gradients
-    around = Surroundings(missing_gradients(stack), gathered_parameters(stack, groups), outputs)
-    state.budget = choose_waves(memory, seen, Extent.of(layout), around, whole=True)
-    return state.budget.max_tokens
+    around = Surroundings(
+        missing_gradients(stack),
+        gathered_parameters(stack, groups),
+        int(2 * seen.hidden * num_outputs),  # with gradients
+        moving_token=moving_token(stack.config, next(stack.parameters()).dtype) if moves else 0.0,
+    )
+    return choose_waves(memory, seen, extent, around, whole=True)
 
 
 def _footprint(stack: nn.Module, state: StackState, original: Callable[..., Any]) -> Footprint:

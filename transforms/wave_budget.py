@@ -8,15 +8,20 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
+from augtree_fx.dtensor_ops.shards import UNEVEN, Shards
 from augtree_fx.layout import TreeLayout
 from augtree_fx.memory import shown
+from augtree_fx.reference import accumulation_dtype
 from augtree_fx.transforms.footprint import Footprint, local
 from augtree_fx.transforms.skeleton import named_layers
+from augtree_fx.waves import part_of
 
 logger = logging.getLogger("augtree_fx")
 
@@ -27,14 +32,17 @@ PREFILL_SHARE, FORWARD_SHARE = 0.9, 0.5
 
 @dataclass(frozen=True)
 class Extent:
-    """Sizes of a tree in tokens.
+    """Sizes of a tree in tokens; of a rank's share of them, where several are a lane.
 
     Attributes:
         computed: all of them.
-        waved: those that go through waves: all but prompts.
+        waved: those that go through waves: all but prompts, of the whole lane.
         above: the most that a wave can have above it: all prompts, and a branch of branches.
         stage: the most that is computed at once and kept: all prompts, or one branch of branches.
         longest: of one response, which no wave cuts.
+        ranks: of the lane.
+        uncut: of the longest response that lies on one rank, whatever the others have.
+        rotates: whether keys visit a rank one share after another, in place of all at once.
     """
 
     computed: int
@@ -42,10 +50,13 @@ class Extent:
     above: int
     stage: int
     longest: int
+    ranks: int = 1
+    uncut: int = 0
+    rotates: bool = False
 
     @staticmethod
     def of(layout: TreeLayout) -> Extent:
-        """Sizes of a layout."""
+        """Sizes of a layout on one rank."""
         has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
         prompts = (layout.level == 0) & has_branches
         below = np.zeros(layout.num_nodes, dtype=np.int64)  # tokens of a path below its prompt
@@ -56,6 +67,32 @@ class Extent:
         stage = max(roots, int(layout.length[has_branches & (layout.level > 0)].max(initial=0)))
         longest = int(layout.length[~has_branches].max(initial=0))
         return Extent(layout.num_tokens, layout.num_tokens - roots, roots + inner, stage, longest)
+
+    @staticmethod
+    def of_lane(layout: TreeLayout, ranks: int, min_chunk_tokens: int, *, rotates: bool) -> Extent:
+        """Sizes of the largest share of a layout among the ranks of a lane."""
+        whole = Extent.of(layout)
+        if ranks == 1:
+            return whole
+        roots = np.flatnonzero((layout.level == 0) & np.isin(np.arange(layout.num_nodes), layout.parent))
+        prompts = Shards.of(part_of(layout, roots), ranks, min_chunk_tokens=min_chunk_tokens).share
+        deeper = whole.above - int(layout.length[roots].sum())
+        uncut = layout.length[layout.length < 2 * ranks * min_chunk_tokens]
+        return Extent(
+            computed=Shards.of(layout, ranks, min_chunk_tokens=min_chunk_tokens).share,
+            waved=whole.waved, above=prompts + deeper, stage=max(prompts, deeper), longest=whole.longest, ranks=ranks,
+            uncut=int(uncut.max(initial=0)), rotates=rotates,
+        )  # fmt: skip
+
+    def share(self, tokens: int) -> int:
+        """The most that a rank has of a wave of so many tokens of the lane, see `Shards.of`."""
+        even = tokens / self.ranks
+        return min(tokens, ceil(max(UNEVEN * even, even + self.uncut * (1 - 1 / self.ranks))))
+
+    @property
+    def visible(self) -> int:
+        """Shares of keys that are on a rank at once: its own, in a ring two that pass by."""
+        return min(self.ranks, 3) if self.rotates else self.ranks
 
 
 @dataclass(frozen=True)
@@ -94,6 +131,8 @@ class Surroundings:
         gathered: of parameters that are sharded, while they are whole.
         outputs: what is handed to the caller.
         head_token, head_tokens: the head's bytes a token, and how many tokens it takes at a time.
+        moving_token: bytes a token of queries, outputs and their gradients in one layer, which are with all ranks of a
+            lane where queries move.
     """
 
     gradients: int
@@ -101,6 +140,7 @@ class Surroundings:
     outputs: int = 0
     head_token: float = 0.0
     head_tokens: int = 0
+    moving_token: float = 0.0
 
 
 def choose_waves(
@@ -126,18 +166,24 @@ def choose_waves(
         "whatever the size": int(footprint.constant),
     }
     everything = int(footprint.computed * extent.computed)
+    if extent.ranks > 1:
+        everything += int(extent.computed * extent.visible * footprint.layer_keys)
     if whole and sum(always.values()) + everything <= memory:
         return WaveBudget(memory, always, everything, None)
     parts = {
         "prompts": int(extent.above * (footprint.keys + (footprint.kept if kept else 0.0))),
         "gradients of their K and V": int(extent.above * footprint.key_gradients),
-        "K and V of a layer": int(extent.above * footprint.layer_keys),
+        "K and V of a layer": int(extent.above * extent.visible * footprint.layer_keys),
         **always,
     }
 
     def wave_bytes(tokens: int) -> int:
-        head = around.head_token * min(tokens, around.head_tokens)
-        return int((footprint.kept + 2 * footprint.hidden) * tokens + max(footprint.layer * tokens, head))
+        own = extent.share(tokens)
+        head = around.head_token * min(own, around.head_tokens)
+        shown = 0.0
+        if extent.ranks > 1:
+            shown = own * (extent.visible * footprint.layer_keys + extent.ranks * around.moving_token)
+        return int((footprint.kept + 2 * footprint.hidden) * own + max(footprint.layer * own + shown, head))
 
     left = memory - sum(parts.values())
     tokens = bisect_right(range(1, max(extent.waved, 1) + 1), left, key=wave_bytes)
@@ -148,17 +194,30 @@ def choose_waves(
             f"{shown(memory)}{budget.spent} leaves {shown(left)}. Give more, or let prompts take less: checkpoint the "
             "layers, or activations='recompute' of augtree_fx.prefill"
         )
+    longest = wave_bytes(extent.longest)
     again = int((footprint.layer + (0.0 if kept else footprint.kept)) * extent.stage)
     if again > left:
         _warn("the backward of the prompts", again, left, "max_prompt_tokens of augtree_fx.prefill cuts them")
-    if wave_bytes(extent.longest) > left:
+    if longest > left:
         what = f"a response of {extent.longest} tokens, which is a wave of its own,"
-        _warn(what, wave_bytes(extent.longest), left, "checkpoint the layers, or give more")
+        _warn(what, longest, left, "checkpoint the layers, or give more")
     return budget
 
 
 def _warn(what: str, needed: int, left: int, way_out: str) -> None:
     logger.warning("augtree-fx: %s may take %s, %s of memory are left; %s", what, shown(needed), shown(left), way_out)
+
+
+def moving_token(config: Any, dtype: torch.dtype) -> float:
+    """Bytes a token of queries and their gradient, in a layer: of `Surroundings`.
+
+    Queries and the output's gradient come in the model's dtype, partial outputs and gradients of queries go back in the
+    accumulation dtype.
+    """
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = max(size, getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0))
+    return 2.0 * heads * size * (dtype.itemsize + accumulation_dtype(dtype).itemsize)
 
 
 def missing_gradients(module: nn.Module) -> int:
