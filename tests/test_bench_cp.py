@@ -12,11 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from ranks import Ranks
-from torch import Tensor
+from torch import Tensor, distributed
 
 from augtree_fx.__main__ import main
-from augtree_fx.examples.bench.cp import exchange, ring
+from augtree_fx.dtensor_ops import collectives
+from augtree_fx.examples.bench.cp import exchange, ring, turns
 
 CP = ["bench", "cp", "--device", "cpu", "--repeats", "1"]
 ATTENTION = [*CP, "--shape", "45x3x11", "--heads", "6", "--kv-heads", "3"]
@@ -103,6 +105,40 @@ def test_a_step_of_a_model(ranks: Ranks, tmp_path: Path) -> None:
     assert "torch CP, flash: torch's ring patches sdpa's CUDA kernels, the tensors are on cpu" in printed
 
 
+def test_ranks_take_turns_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    """No transfer happens, nothing is checked; every rank has a time of its own, and the slowest one is the step's."""
+    shared = ["--turns", "--groups", "3", "--common", "20", "--only", "augtree", "ring-reuse", "ring", "dynamic"]
+    status, printed, figures = run(ranks, [*STEP, *shared], tmp_path / "t.json")
+    (case,) = figures["cases"]
+    assert status == 0 and case["turns"] and case["bounds"] == {} and "3 ranks on one CPU" in printed
+    for row in case["rows"]:
+        assert len(row["step_by_rank"]) == 3 and row["step"]["median_ms"] >= max(row["step_by_rank"]) > 0
+        assert row["differences"] == {} and f"{row['name']}: ranks take" in printed
+    tokens = {row["key"]: sum(row["tokens"]) for row in case["rows"]}
+    # Three groups of 30 and 3 x 12 whose prompts begin with 20 common tokens; the ring computes these for each group.
+    assert tokens["augtree"] == 20 + 3 * (10 + 36) < tokens["ring-reuse"] == 3 * (30 + 36) < tokens["ring"]
+
+
+def stood_in() -> dict[str, Any]:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    own, group = torch.arange(3.0) + rank + 1, distributed.group.WORLD
+    with turns.without_transfers():
+        passed_on = collectives.pass_on(own, group).wait()
+        gathered = collectives.gather(own, group).wait()
+        exchanged = collectives.exchange(own[:, None], [1] * size, [2] * size, group).wait()
+        summed = own.clone()
+        distributed.all_reduce(summed)
+    return {"own": own, "passed on": passed_on, "gathered": gathered, "exchanged": exchanged, "summed": summed}
+
+
+def test_stand_ins_have_the_shapes_of_transfers_and_values_of_the_rank(ranks: Ranks) -> None:
+    for found in ranks.run(stood_in):
+        own = found["own"]
+        assert torch.equal(found["passed on"], own) and torch.equal(found["summed"], own)
+        assert torch.equal(found["gathered"], own.expand(3, 3))
+        assert torch.equal(found["exchanged"][:, 0], own.repeat(2))
+
+
 @pytest.mark.parametrize(("fault", "wrong"), [("lost gradients", {"dk", "dv"}), ("stale keys", {"out", "dq"})])
 def test_the_gate_of_attention_sees_faults_of_a_ring(ranks: Ranks, tmp_path: Path, fault: str, wrong: set[str]) -> None:
     arguments = [*ATTENTION, "--only", "ring-reuse", "ring", "ulysses"]
@@ -127,6 +163,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.delenv("RANK", raising=False)
     for arguments, said in (
         (CP, "got one without RANK in its environment; run it as torchrun --nproc-per-node 2 -m augtree_fx bench cp"),
+        ([*CP, "--turns"], "--groups, --common and --turns are of a step; attention is that of one group, on all"),
         ([*CP, "--only", "rings"], "contenders are augtree, .*ring-reuse, ring, ulysses, dynamic, .* got rings"),
     ):
         with pytest.raises(SystemExit) as refused:

@@ -95,6 +95,26 @@ def test_steps_are_measured_under_every_plan(ranks: Ranks, tmp_path: Path) -> No
     assert "chosen plan: the best measured in" in printed and "3 of 3 batches measured" in printed
 
 
+def test_ranks_take_turns_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Neither times nor prices have transfers; an earlier run of this kind is priced alike."""
+    file, arguments = tmp_path / "s.json", [*STEPS, "--shape", "60x3x40", "--layers", "1"]
+    status, printed, figures = run(ranks, [*arguments, "--turns"], file)
+    assert status == 0 and figures["turns"] and "2 ranks on one CPU" in printed and "without transfers" in printed
+    rows = {row["kind"]: row for row in figures["cases"][0]["rows"]}
+    assert set(rows) >= KINDS
+    for row in rows.values():
+        assert len(row["by_rank_ms"]) == 2 and row["step_ms"] >= max(row["by_rank_ms"]) > 0
+        without = {"prefill_transfer_us", "transfer_us", "prefill_gathers", "prefill_exposed_us", "exposed_us"}
+        total = sum(value for name, value in row["terms_us"].items() if name not in without)
+        assert total / 1e3 == pytest.approx(row["predicted_ms"], rel=1e-6)
+    assert rows["1 x 2, move_q"]["terms_us"]["exposed_us"] > 0
+    second = tmp_path / "t.json"
+    bench(["bench", "planner", "--again", str(file), "--hardware", "cpu", "--json", str(second)])
+    again = {row["kind"]: row for row in json.loads(second.read_text())["cases"][0]["rows"]}
+    for kind, row in rows.items():
+        assert again[kind]["predicted_ms"] == pytest.approx(row["predicted_ms"])
+
+
 def test_a_plan_with_another_loss_has_no_time(ranks: Ranks, tmp_path: Path) -> None:
     arguments = [*STEPS, "--shape", "30x3x12", "--layers", "1"]
     status, printed, figures = run(ranks, arguments, tmp_path / "s.json", wrong=True)

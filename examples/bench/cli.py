@@ -206,6 +206,11 @@ def add_cp(commands: argparse._SubParsersAction) -> None:
         "--common", type=_number, default=0, metavar="TOKENS", help="of a step: tokens that all prompts begin with"
     )
     parser.add_argument(
+        "--turns", action="store_true",
+        help="of a step: all ranks on one device, one after another, without transfers: what each has to compute, for "
+        "any number of ranks; nothing is checked",
+    )  # fmt: skip
+    parser.add_argument(
         "--seconds", type=_number, default=300, help="a collective that a rank does not join for as long ends the run"
     )
     parser.set_defaults(run=_cp, parser=parser)
@@ -244,6 +249,9 @@ def add_planner(commands: argparse._SubParsersAction) -> None:
         "--shape", metavar="PxNxR", type=parse_shape, action="append",
         help="prompt x branches x response in tokens instead of the batches built in; may be given several times",
     )  # fmt: skip
+    steps.add_argument(
+        "--turns", action="store_true", help="all ranks on one device, one after another, without transfers"
+    )
     steps.add_argument("--seconds", type=_number, default=300, help="begin no batch after so many; default %(default)s")
     parser.set_defaults(run=_planner, parser=parser)
 
@@ -281,7 +289,7 @@ def _planned_steps(given: argparse.Namespace, parser: argparse.ArgumentParser) -
             return plan_steps.again(given.again, options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    with world.joined(device.type, 600, alone=True) as ranks:
+    with world.joined(device.type, 600, alone=True, turns=given.turns) as ranks:
         return plan_steps.run(ranks, options)
 
 
@@ -385,8 +393,8 @@ def _cp(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"contenders are {', '.join(contenders.KEYS)}, got {', '.join(unknown)}")
     level = "step" if given.step else "attention"
     shapes = given.shape or [parse_shape(text) for text in CP_SHAPES[level][device.type]]
-    if not given.step and (given.groups > 1 or given.common):
-        parser.error("--groups and --common are of a step; attention is that of one group")
+    if not given.step and (given.groups > 1 or given.common or given.turns):
+        parser.error("--groups, --common and --turns are of a step; attention is that of one group, on all ranks")
     if given.common > min(shape.prompt for shape in shapes):
         parser.error(
             f"--common is a part of every prompt, got {given.common} tokens and shapes {', '.join(map(str, shapes))}"
@@ -399,7 +407,7 @@ def _cp(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         checkpointing=given.checkpointing == "on", rows=given.rows or [0], check_rows=given.check_rows,
     )  # fmt: skip
     try:
-        with world.joined(device.type, given.seconds) as ranks:
+        with world.joined(device.type, given.seconds, turns=given.turns) as ranks:
             return race.run(ranks, options)
     except world.NoRanks as error:
         parser.error(str(error))

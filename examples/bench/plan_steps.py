@@ -22,11 +22,13 @@ import augtree_fx
 from augtree_fx import CostModel, TreeLayout
 from augtree_fx.dtensor_ops.lanes import LanePlan
 from augtree_fx.examples.bench import grpo, models, plan_report, timing
+from augtree_fx.examples.bench.cp import turns
 from augtree_fx.examples.bench.cp.world import World
 from augtree_fx.examples.bench.plan_cases import PlanCase, Rows, draw
 from augtree_fx.planned import lanes_of
-from augtree_fx.planner import Execution, ModelShape, Plan, Planner, ReplayShape
+from augtree_fx.planner import Execution, Lane, ModelShape, Plan, Planner, ReplayShape
 from augtree_fx.planner.alternatives import alternatives, kind_of
+from augtree_fx.timings import TERMS
 from augtree_fx.transforms import find_stack, parallel
 from augtree_fx.transforms.install import STATE
 
@@ -105,9 +107,12 @@ def run(world: World, options: Options) -> int:
     found, dtype = timing.environment(world.device), str(options.dtype).removeprefix("torch.")
     results = timing.Results(
         options.json if world.rank == 0 else None, environment=found, ranks=world.size, dtype=dtype,
-        hardware=options.hardware, checkpointing=options.checkpointing,
+        hardware=options.hardware, checkpointing=options.checkpointing, turns=world.turns,
     )  # fmt: skip
-    world.say(f"{world.size} ranks of {timing.describe(found)}\n{dtype}, median of {options.repeats}, slowest rank")
+    where = "on one" if world.turns else "of"
+    world.say(
+        f"{world.size} ranks {where} {timing.describe(found)}\n{dtype}, median of {options.repeats}, slowest rank"
+    )
     planner = Planner(options.hardware, execution=options.execution, bucketed=False)
     for (name, layers), cases in itertools.groupby(options.cases, key=lambda case: (case.model, case.layers)):
         if _is_late(world, start, options):
@@ -117,7 +122,7 @@ def run(world: World, options: Options) -> int:
         choose = Chosen()
         lanes: dict[str, Any] = {}
         if world.size > 1:
-            mesh = DeviceMesh.from_group(world.group, world.device.type)
+            mesh = DeviceMesh.from_group(world.group, "cpu" if world.turns else world.device.type)
             lanes = {"mesh": mesh, "lanes": choose}
         augtree_fx.transform(model, kernel=options.kernel, costs=CostModel.free(), **lanes)
         for case in cases:
@@ -129,7 +134,8 @@ def run(world: World, options: Options) -> int:
         del model
         timing.free_memory(world.device)
     summary, passed = plan_report.summary(results.figures["cases"], len(options.cases))
-    world.say(f"\n{summary}")
+    note = "\nranks took turns on one device, without transfers; prices are without them, too" if world.turns else ""
+    world.say(f"\n{summary}{note}")
     return int(not passed)
 
 
@@ -158,7 +164,7 @@ def again(file: str, options: Options, say: Callable[[str], None] = print) -> in
         kept["chosen"] = prices["chosen"]
         for kind, plan in prices["plans"].items():
             measured = {name: seen.get(kind, {}).get(name) for name in _MEASURED}
-            kept["rows"].append(_priced(kind, plan) | measured)
+            kept["rows"].append(_priced(kind, plan, transfers=not earlier.get("turns")) | measured)
         results.save()
         say(f"{case}\n{plan_report.lines(kept)}")
     summary, passed = plan_report.summary(results.figures["cases"], len(cases))
@@ -175,9 +181,14 @@ def _shape(rows: Rows) -> ReplayShape:
     return ReplayShape.from_layout(TreeLayout.from_padded(rows.input_ids, rows.attention_mask, costs=CostModel.free()))
 
 
-def _priced(kind: str, plan: Plan) -> dict[str, Any]:
-    slowest = max(plan.lanes, key=lambda lane: lane.total_us)
-    return {"kind": kind, "predicted_ms": plan.total_us / 1e3, "terms_us": dict(slowest.terms)}
+def _priced(kind: str, plan: Plan, *, transfers: bool = True) -> dict[str, Any]:
+    """The price of a plan, of its slowest lane; without what of its transfers is exposed."""
+
+    def price(lane: Lane) -> float:
+        return lane.total_us - (0.0 if transfers else sum(lane.terms[name] for name in TERMS["communication"]))
+
+    slowest = max(plan.lanes, key=price)
+    return {"kind": kind, "predicted_ms": price(slowest) / 1e3, "terms_us": dict(slowest.terms)}
 
 
 def _measure(
@@ -190,6 +201,12 @@ def _measure(
     tolerance = LOSS_TOLERANCE[options.dtype]
     for kind, plan in prices["plans"].items():
         choose.plan = plan
+
+        def in_turns() -> dict[str, Any]:
+            share = _share(world, model, rows)
+            with turns.without_transfers():
+                found = turns.timed(world, lambda: _step(model, share, 1), model, options.repeats)
+            return {"step_ms": found.step.median_ms, "spread_ms": found.step.spread_ms, "by_rank_ms": found.by_rank}
 
         def work() -> dict[str, Any]:
             share = _share(world, model, rows)
@@ -204,8 +221,9 @@ def _measure(
                 "parts_ms": world.all_of(seen),
             }  # fmt: skip
 
-        row = _priced(kind, plan) | {"step_ms": None, "spread_ms": None, "loss": None, "parts_ms": None, "reason": None}
-        row |= world.attempt(work)
+        row = _priced(kind, plan, transfers=not world.turns)
+        row |= {"step_ms": None, "spread_ms": None, "loss": None, "parts_ms": None, "reason": None}
+        row |= world.attempt(in_turns if world.turns else work)
         model.zero_grad(set_to_none=True)
         first = next((other["loss"] for other in kept["rows"] if other["loss"] is not None), row["loss"])
         if row["loss"] is not None and not abs(row["loss"] - first) <= tolerance * abs(first):

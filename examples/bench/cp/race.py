@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from tabulate import tabulate
 
 from augtree_fx.examples.bench import attention as one_device
 from augtree_fx.examples.bench import models, timing, varlen
-from augtree_fx.examples.bench.cp import attention, contenders, step
+from augtree_fx.examples.bench.cp import attention, contenders, step, turns
 from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.contenders import Entry
 from augtree_fx.examples.bench.cp.world import World
@@ -55,7 +56,10 @@ def run(world: World, options: Options) -> int:
     ceiling = timing.matmul_tflops(world.device, options.dtype)
     header = {"environment": found, "ranks": world.size, "ceiling_tflops": ceiling, "dtype": dtype}
     results = timing.Results(options.json if world.rank == 0 else None, **header)
-    world.say(f"{world.size} ranks of {timing.describe(found)}\n{dtype}, median of {options.repeats}, slowest rank")
+    where = "on one" if world.turns else "of"
+    world.say(
+        f"{world.size} ranks {where} {timing.describe(found)}\n{dtype}, median of {options.repeats}, slowest rank"
+    )
     model = options.model and models.build(options.model, options.layers, world.device, options.dtype)
     built: dict[str, Contender] = {}
     passed = True
@@ -108,14 +112,16 @@ def _race_steps(
     check = min(options.check_rows or shape.num_rows, shape.num_rows)
     example = torch.empty(2, 2, 128, dtype=options.dtype, device=world.device)
     rows_kernel = varlen.best_kernel(example, example[:, :1])
-    case = step.prepare(world, model, shape, check, rows_kernel, options.checkpointing)
-    kept["bounds"] = case.bounds
+    with turns.without_transfers() if world.turns else contextlib.nullcontext():
+        case = step.prepare(world, model, shape, check, rows_kernel, options.checkpointing)
+    kept |= {"bounds": {} if world.turns else case.bounds, "turns": world.turns}
     for entry in _chosen(options):
         ways = [0] if entry.reuse else options.rows
         for rows in dict.fromkeys(min(rows or shape.num_rows, shape.num_rows) for rows in ways):
 
             def measure(contender: Contender, rows: int = rows) -> dict[str, Any]:
-                return step.measure(world, contender, case, rows, options.kernel, options.repeats)
+                timed = turns.measure if world.turns else step.measure
+                return timed(world, contender, case, rows, options.kernel, options.repeats)
 
             name = entry.name if rows == shape.num_rows else f"{entry.name}, {rows} rows at a time"
             model.zero_grad(set_to_none=True)
@@ -169,7 +175,17 @@ def table(kept: dict[str, Any]) -> str:
     lines = [_line(row, times, bool(rates), len(headers)) for row in kept["rows"]]
     reasons = [f"{row['name']}: {row['reason']}" for row in kept["rows"] if row["passed"] is None]
     reasons += [_parts(row) for row in kept["rows"] if "compute" in row]
+    if kept.get("turns"):
+        ran = [row for row in kept["rows"] if row["passed"]]
+        reasons += [f"{row['name']}: ranks take {_listed(row['step_by_rank'])} ms" for row in ran]
+        reasons.append(
+            "Ranks took turns on one device, without transfers: what each has to compute. Nothing was checked."
+        )
     return "\n".join([tabulate(lines, headers=headers, disable_numparse=True), *reasons])
+
+
+def _listed(times: list[float]) -> str:
+    return ", ".join(f"{each:.4g}" for each in times)
 
 
 def _parts(row: dict[str, Any]) -> str:

@@ -27,11 +27,13 @@ class World:
         group: of the axis; NCCL on CUDA, else gloo.
         host: the same ranks on gloo, for verdicts.
         device: of this rank.
+        turns: whether all ranks are on one device, which they use one after another.
     """
 
     group: distributed.ProcessGroup
     host: distributed.ProcessGroup
     device: torch.device
+    turns: bool = False
 
     @property
     def rank(self) -> int:
@@ -100,13 +102,14 @@ class Alone(World):
 
 
 @contextmanager
-def joined(device_type: str, seconds: int, *, alone: bool = False) -> Iterator[World]:
+def joined(device_type: str, seconds: int, *, alone: bool = False, turns: bool = False) -> Iterator[World]:
     """Meet the other processes, through torchrun unless a process group is there already.
 
     Args:
         device_type: ``"cuda"``, a device for each local rank, or ``"cpu"``.
         seconds: after which a collective that some rank does not join is an error.
         alone: without torchrun this process is the only one.
+        turns: see `World`.
 
     Raises:
         NoRanks: there is neither torchrun nor a process group, and one process is not enough.
@@ -119,18 +122,19 @@ def joined(device_type: str, seconds: int, *, alone: bool = False) -> Iterator[W
         )
     device = torch.device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", 0 if turns else int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     wait = timedelta(seconds=seconds)
     if not here:
         store: dict[str, Any] = {} if launched else {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
-        distributed.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=wait, **store)
+        backend = "nccl" if device_type == "cuda" and not turns else "gloo"
+        distributed.init_process_group(backend, timeout=wait, **store)
     try:
         group = distributed.group.WORLD
         assert group is not None
         # Verdicts are waited for while some other rank computes the reference: no short time-out here.
         host = distributed.new_group(backend="gloo", timeout=timedelta(hours=1))
-        yield World(group, host, device)
+        yield World(group, host, device, turns)
         distributed.destroy_process_group(host)
     finally:
         if not here:
