@@ -94,7 +94,8 @@ def measure(model: nn.Module, planner: Planner | None = None) -> Iterator[None]:
 
     Nothing waits for the device meanwhile: CUDA events are recorded, four for each attention call and two for each wait
     for other ranks. Off outside of the block. Of a compiled model only the whole block is timed. In waves of `prefill`
-    the last step is the last wave. ::
+    the last step is the last wave. Where launches bound a step, a part takes as long as the host needs to queue it; a
+    plan has all of that time in ``other layers``. ::
 
         with augtree_fx.measure(model, planner=augtree_fx.Planner("h200")):
             trainer_loss(model(input_ids, attention_mask)).backward()
