@@ -213,7 +213,11 @@ def explain(
         if state.lanes is not None:
             chosen = state.lanes.choose(layout, state.lanes.num_ranks)
             limits = wave_limits(chosen, state.max_wave_tokens)
-            lanes = tuple(replace(lane, wave_tokens=most) for lane, most in zip(chosen, limits, strict=True))
+            moves = state.lanes.schedule
+            lanes = tuple(
+                replace(lane, wave_tokens=most, schedule=lane.schedule or moves)
+                for lane, most in zip(chosen, limits, strict=True)
+            )
             if isinstance(state.lanes.choose, PlannedLanes):
                 planned = state.lanes.choose.last
         elif state.planned is not None:

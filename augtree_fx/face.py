@@ -97,8 +97,8 @@ def transform(
         rows: ``"replicated"``, every rank of the axis passes the same rows, or ``"pooled"``, each passes its own and
             gets just those back, what rows of any rank share being computed once; a rank may have none. A pooled
             forward that asks for a KV cache is each rank's own, as ranks generate different numbers of tokens.
-        schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``; ``None`` for
-            `dtensor_ops.lanes.one_pass_schedule`.
+        schedule: who moves between ranks: ``"rotate_kv"``, ``"move_q"`` or ``"gather_kv"``, in lanes
+            that do not say it; ``None`` for `dtensor_ops.lanes.one_pass_schedule`, and `wave_schedule` in waves.
         lanes: chooses `LanePlan` for a batch's tree and a number of ranks; by default all ranks are one lane. A lane
             may have waves of its own size.
         planner: chooses lanes, schedules and waves instead, a plan for each bucket of batches; without a mesh waves

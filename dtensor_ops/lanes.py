@@ -188,7 +188,7 @@ class Lanes:
         host: the ranks.
         rows: ``"replicated"``, every rank passes the same rows, or ``"pooled"``, each passes its own.
         choose: gives a batch's tree to lanes.
-        schedule: who moves where all ranks are one lane; ``None`` for what is best.
+        schedule: who moves in lanes that do not say it; ``None`` for what is best.
         min_chunk_tokens: see `Shards.of`.
     """
 
@@ -252,7 +252,7 @@ class Lanes:
         chosen = self.choose(layout, self.num_ranks)
         if not isinstance(chosen, Sequence) or not all(isinstance(each, LanePlan) for each in chosen):
             raise ValueError(f"lanes must give a list of LanePlan, got {chosen!r}")
-        plans = tuple(chosen)
+        plans = tuple(replace(plan, schedule=plan.schedule or self.schedule) for plan in chosen)
         if self._one_lane is None:  # whatever a caller's function goes by; ours goes by batch and settings
             self.host.agree("lanes of a batch", {f"lane {n}": plan.described for n, plan in enumerate(plans)})
         check_lanes(plans, self.num_ranks, layout.num_rows)

@@ -73,6 +73,7 @@ LANE_CASES: list[Case] = [
     for lanes in (uneven_waves, waves_of_one)
 ]  # fmt: skip
 LANE_CASES += [(model_errors, ("llama", 3, "right"), {"lanes": halves, "max_wave_tokens": 12})]
+LANE_CASES += [(model_errors, ("llama", 2, "right"), {"lanes": waves_of_one, "schedule": "move_q"})]
 LANE_CASES += [(model_errors, ("mistral", 3, "right"), {"lanes": uneven_waves})]
 LANE_CASES += [
     (pooled_errors, ("llama", 3, "right", lonely), {"lanes": lanes})
