@@ -24,7 +24,7 @@ from planner_shapes import BIG, SMALL, forests
 from augtree_fx.planner import Execution, Hardware, Plan, Planner, ReplayShape, Schedule
 from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.memory import MemoryModel
-from augtree_fx.planner.placement import even_placement, placements
+from augtree_fx.planner.placement import even_placement, merged, placements
 from augtree_fx.planner.pricing import best_of, bounds
 from augtree_fx.planner.profiles import profile
 from augtree_fx.planner.units import branches_of, cut
@@ -198,6 +198,39 @@ def in_waves(prompt: int, responses: list[int], wave_tokens: int) -> Plan:
     limit = float(memory.peak_bytes(prompt, wave_tokens, 8, waved=True))
     planner.hardware = replace(planner.hardware, memory_bytes=int(limit), call_us=0.0)
     return planner.plan(ReplayShape.from_groups([prompt], [responses]), BIG, world_size=8)
+
+
+@quick
+@given(forests(), WORLDS)
+def test_what_a_lane_has_of_a_tree_can_be_one_unit(shape: ReplayShape, world: int) -> None:
+    """As at run time: every branch once, and what is above a lane's branches once in that lane."""
+    costs, branches = Planner().costs(SMALL, world_size=world), branches_of(shape)
+    for one in placements(shape, branches, costs):
+        together = merged(one, costs)
+        units, lane_of = together.family.units, together.lane_of_unit
+        assert len(set(zip(units.tree.tolist(), lane_of.tolist(), strict=True))) == units.num_units
+        assert (np.diff(units.unit_of_branch) >= 0).all() and len(units.unit_of_branch) == len(branches.node)
+        lanes = range(len(one.lane_degrees))
+        before = Counter(zip(one.family.units.tree.tolist(), one.lane_of_unit.tolist(), strict=True))
+        assert set(before) == set(zip(units.tree.tolist(), lane_of.tolist(), strict=True))
+        for lane in lanes:
+            mine = np.flatnonzero(lane_of == lane)
+            replayed = branches.node[np.isin(units.unit_of_branch, mine)].tolist()
+            above = set(units.tree[mine].tolist()).union(*(ancestors(shape, node) for node in replayed))
+            inner = sum(int(shape.length[node]) for node in above if not shape.is_leaf[node])
+            assert together.family.work.inner_tokens[mine].sum() == pytest.approx(inner)
+            leaf = int(shape.length[replayed].sum()) if replayed else 0
+            assert together.family.work.leaf_tokens[mine].sum() == pytest.approx(leaf)
+
+
+@pytest.mark.parametrize("world", [4, 8, 64])
+def test_lanes_of_one_group_compute_its_prompt_once_each(world: int) -> None:
+    shape = ReplayShape.from_groups([16_384], [[1024] * 64])
+    found = alternatives(shape, Planner().costs(BIG, world_size=world))
+    for degree in (2, world // 2):
+        plan = found[f"{world // degree} x {degree}, gather_kv"]
+        assert all(lane.prompt_tokens == 16_384 and len(lane.parts) == 1 for lane in plan.lanes)
+        assert {lane.response_tokens for lane in plan.lanes} == {65_536 * degree // world}
 
 
 def test_long_prompts_move_queries_and_long_responses_move_keys() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from augtree_fx.examples.bench import plan_steps
 from augtree_fx.examples.bench.plan_cases import PlanCase, draw
 from augtree_fx.examples.bench.plan_steps import predict
 from augtree_fx.layout import TreeLayout
@@ -17,6 +18,7 @@ from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.known_models import CONFIGS
 
 DATA = Path(__file__).parent / "data" / "planner_steps_2xh200.json"
+IN_TURNS = DATA.with_name("planner_steps_in_turns.json")
 EXECUTION = Execution(shard_weights=False, state_bytes_per_weight=2.0, usable_memory=1.0)
 VOCABULARY = 1 << 16  # lengths count, tokens do not
 
@@ -53,6 +55,25 @@ def test_the_chosen_plan_is_among_the_best_measured(batches: Any) -> None:
     behind = [steps[chosen][0] / min(ms for ms, _ in steps.values()) for steps, _, chosen in batches]
     assert len(behind) == 13
     assert sum(ratio <= 1.05 for ratio in behind) >= 12 and max(behind) < 1.06
+
+
+def test_what_each_rank_computes_is_predicted() -> None:
+    """Ranks in turns on one H200, without transfers; nothing was fitted to it. Steps in which a rank waits for its host
+    are left out: what a host takes for transfers is in the prices, and there were none. Trees of up to four levels, and
+    two lanes of two ranks that each have half of a group."""
+    planner = Planner("h200", execution=EXECUTION, bucketed=False)
+    errors: dict[int, list[float]] = {2: [], 4: []}
+    for case in json.loads(IN_TURNS.read_text())["cases"]:
+        rows = draw(case["trees"], VOCABULARY)
+        shape = ReplayShape.from_layout(TreeLayout.from_padded(rows.input_ids, rows.attention_mask))
+        priced = predict(PlanCase(case["model"], case["layers"], case["trees"]), shape, case["ranks"], planner)
+        for kind, (ms, _) in case["steps"].items():
+            price = plan_steps._priced(kind, priced["plans"][kind], transfers=False)
+            if price["terms_us"]["host_us"] < 30 * price["predicted_ms"]:  # 3% of it
+                errors[case["ranks"]].append(price["predicted_ms"] / ms - 1)
+    two, four = errors[2], errors[4]
+    assert len(two) >= 60 and statistics.median(map(abs, two)) < 0.03 and max(map(abs, two)) < 0.09
+    assert len(four) >= 9 and statistics.median(map(abs, four)) < 0.04 and max(map(abs, four)) < 0.09
 
 
 # Layers, prompt, branches, response, ms of a step with gradients summed over both GPUs: Qwen3-8B,

@@ -16,13 +16,13 @@ from augtree_fx.planner.work import SCHEDULES, Costs
 # In launches of `Hardware.call_us`; backward takes two forwards. A layer: micro-batches of one short row, bound by
 # launches, take 10.5 to 13.3 ms a layer with checkpointing (examples/results/2026-11-29-step-h200.md, unmodified
 # 0.6B to 4B at 1024 + 64 x 1024).
-LAYER_LAUNCHES = 330.0
+LAYER_LAUNCHES = 388.0
 # An attention call: 0.28 ms, by which 45 calls a layer in place of 5 took longer (two H200, trees of four levels).
-CALL_LAUNCHES = 35.0
+CALL_LAUNCHES = 41.0
 # Lookup, packing and sums in a lane of several ranks, and each transfer: fitted to 52 steps of two H200, many of which
 # wait for their hosts (examples/results/2026-11-30-planner-2xh200.md). Attention alone takes 9 to 12 ms where keys
 # are few (2026-11-30-context-parallel-h200.md, 16384 + 16 x 64); these say 11 to 17, autograd and all.
-LANE_LAUNCHES, TRANSFER_LAUNCHES = 200.0, 100.0
+LANE_LAUNCHES, TRANSFER_LAUNCHES = 235.0, 118.0
 # Transfers of a pass that moves queries, a forward: queries, outputs and LSEs against one of keys; in backward queries,
 # their outputs, LSEs and gradients go out and gradients come back, five in the time of two forwards.
 QUERY_TRANSFERS = {False: 3.0, True: 5.0}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from augtree_fx.planner.memory import FLOAT32_BYTES, MemoryModel
 from augtree_fx.planner.replay_shape import IntArray, ReplayShape
 from augtree_fx.planner.terms import head_us, linear_us
-from augtree_fx.planner.units import Branches, FloatArray, Units, cut
+from augtree_fx.planner.units import Branches, FloatArray, Units, cut, joined
 from augtree_fx.planner.work import BranchWork, Costs, Work, measure
 
 # Links that placements are made for: free ones, and one port of a network. Constants, for the reason above.
@@ -33,13 +33,15 @@ class Family:
 
     Attributes:
         units: the units.
-        work: theirs.
+        branch_work: of the shape's branches.
+        work: of the units.
         weights: one ``[units, degrees]`` estimate of microseconds for each of `ASSUMED_BYTES_PER_S`; infinite where a
             unit does not fit.
         rank_us: ``[units]`` microseconds on one rank, whether or not it fits there.
     """
 
     units: Units
+    branch_work: BranchWork
     work: Work
     weights: tuple[FloatArray, ...]
     rank_us: FloatArray
@@ -75,8 +77,21 @@ def degrees_of(world_size: int) -> tuple[int, ...]:
 
 def family_of(branches: Branches, branch_work: BranchWork, parts: IntArray, shape: ReplayShape, costs: Costs) -> Family:
     """Cut the trees of a shape and weigh the units."""
+    return _weighed(cut(shape, branches, parts), branch_work, costs)
+
+
+def merged(placement: Placement, costs: Costs) -> Placement:
+    """The placement as it runs: what a lane has of one tree is one unit, whose ancestors are computed once there."""
+    units, lane = placement.family.units, placement.lane_of_unit
+    if len(np.unique(units.tree * len(placement.lane_degrees) + lane)) == units.num_units:
+        return placement
+    found, lane_of_unit = joined(units, lane)
+    family = _weighed(found, placement.family.branch_work, costs)
+    return replace(placement, family=family, lane_of_unit=lane_of_unit)
+
+
+def _weighed(units: Units, branch_work: BranchWork, costs: Costs) -> Family:
     degrees = degrees_of(costs.world_size)
-    units = cut(shape, branches, parts)
     work = measure(units, branch_work, degrees, costs)
     memory = MemoryModel.of(costs)
     degree = np.array(degrees, dtype=np.float64)
@@ -97,11 +112,22 @@ def family_of(branches: Branches, branch_work: BranchWork, parts: IntArray, shap
     moved = (work.kv_token_layers * model.kv_values_per_token * kv_bytes)[:, None] * (degree - 1) / degree
     estimates = (rest + np.maximum(attention, moved * (1e6 / bandwidth)) for bandwidth in ASSUMED_BYTES_PER_S)
     weights = tuple((each if fits is None else np.where(fits, each, np.inf)).round(3) for each in estimates)
-    return Family(units, work, weights, rest[:, 0] + attention[:, 0])
+    return Family(units, branch_work, work, weights, rest[:, 0] + attention[:, 0])
 
 
 def placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator[Placement]:
-    """All placements that are tried: lanes of one degree, and of mixed degrees, of trees whole and cut."""
+    """All placements that are tried: lanes of one degree, and of mixed degrees, of trees whole and cut.
+
+    Where a lane has several units of one tree, they are tried as one, and apart: that may fit where one does not.
+    """
+    for each in _placements(shape, branches, costs):
+        together = merged(each, costs)
+        if together is not each:
+            yield together
+        yield each
+
+
+def _placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator[Placement]:
     world = costs.world_size
     branch_work = BranchWork.of(shape, branches, costs)
     whole = family_of(branches, branch_work, np.ones(shape.num_trees, dtype=np.int64), shape, costs)
@@ -114,18 +140,19 @@ def placements(shape: ReplayShape, branches: Branches, costs: Costs) -> Iterator
     yield from _mixed(whole, costs, "whole trees")
     for degree in degrees_of(world)[1:]:
         yield from _placed(whole, _even_lanes(degree, world), 0, f"degree {degree}, whole trees")
-    pieces = GRAIN * world
-    while pieces > 1:
+    even = [_even_lanes(degree, world) for degree in degrees_of(world)]
+    grains = {GRAIN * world // GRAIN**power for power in range(world.bit_length())}
+    few = {len(lanes) for lanes in even if len(lanes) > shape.num_trees}  # a piece a lane
+    for pieces in sorted((grains | few) - {0, 1}, reverse=True):
         parts = _parts(whole, branches, pieces)
         if (parts == 1).all():
             return
         family = family_of(branches, branch_work, parts, shape, costs)
-        yield from _mixed(family, costs, f"trees cut in {pieces}")
-        for degree in degrees_of(world):
-            lanes = _even_lanes(degree, world)
-            if len(lanes) <= pieces <= GRAIN * len(lanes):
+        if pieces in grains:
+            yield from _mixed(family, costs, f"trees cut in {pieces}")
+        for degree, lanes in zip(degrees_of(world), even, strict=True):
+            if pieces == len(lanes) or (pieces in grains and len(lanes) <= pieces <= GRAIN * len(lanes)):
                 yield from _placed(family, lanes, 0, f"degree {degree}, trees cut in {pieces}")
-        pieces //= GRAIN
 
 
 def even_placement(shape: ReplayShape, branches: Branches, degree: int, costs: Costs) -> Placement | None:
@@ -204,10 +231,10 @@ def _spread(order: list[int], times: list[float], num_lanes: int, lane_of_unit: 
     heapq.heapify(heap)
     for lane, unit in enumerate(first):
         lane_of_unit[unit] = lane
-    replace = heapq.heapreplace
+    put = heapq.heapreplace
     for unit in order[len(first) :]:
         load, lane = heap[0]
-        replace(heap, (load + times[unit], lane))
+        put(heap, (load + times[unit], lane))
         lane_of_unit[unit] = lane
 
 

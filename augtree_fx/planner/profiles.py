@@ -53,13 +53,13 @@ def _h200() -> Hardware:
     network, of_network = _network("h200")
     return Hardware(
         "h200", _curve(_CAUSAL_FORWARD), _curve(_CAUSAL_BACKWARD), _curve(_FULL_FORWARD), _curve(_FULL_BACKWARD),
-        _curve(_MATMUL, _MATMUL_SIZES), 139 << 30, 4.24e12, 8.0, (links, network),
+        _curve(_MATMUL, _MATMUL_SIZES), 139 << 30, 4.24e12, 6.8, (links, network),
         {
             **dict.fromkeys(("causal_forward", "causal_backward", "full_forward", "full_backward"), attention),
             "matmul": Origin("8192^3 bf16 771 TFLOP/s, torch 2.11; fewer rows extrapolated", "2026-11-29", True),
             "memory_bytes": Origin("what the card reports, 139 GiB", "2026-11", True),
             "memory_bytes_per_s": Origin("copy, torch 2.11", "2026-11-29", True),
-            "call_us": Origin("one launch, torch 2.11", "2026-11", True),
+            "call_us": Origin("one launch, least of 20 runs, torch 2.11", "2026-11-30", True),
             "links.nvlink": Origin("two GPUs, NCCL, 1 GiB, latency 40 to 75 us", "2026-11-29", True),
             "links.network": of_network,
         },
@@ -78,7 +78,7 @@ def _scaled(name: str) -> Hardware:
     return Hardware(
         name, _curve(_CAUSAL_FORWARD, factor=compute), _curve(_CAUSAL_BACKWARD, factor=compute),
         _curve(_FULL_FORWARD, factor=compute), _curve(_FULL_BACKWARD, factor=compute),
-        _curve(_MATMUL, _MATMUL_SIZES, compute), int(peaks[2]), 4.24e12 * memory, 8.0, (link, network),
+        _curve(_MATMUL, _MATMUL_SIZES, compute), int(peaks[2]), 4.24e12 * memory, 6.8, (link, network),
         {**dict.fromkeys(names, origin), "links.network": of_network},
     )  # fmt: skip
 
@@ -91,13 +91,13 @@ def _cpu() -> Hardware:
     guess = Origin("gloo over loopback, order of magnitude", "2026-11", False)
     return Hardware(
         "cpu", _curve(rates, sizes), _curve(rates, sizes), _curve(rates, sizes), _curve(rates, sizes),
-        _curve((0.05, 0.1), (64, 512)), int(16 * _GIGA), 1e10, 3.0, (loopback,),
+        _curve((0.05, 0.1), (64, 512)), int(16 * _GIGA), 1e10, 2.4, (loopback,),
         {
             **dict.fromkeys(("causal_forward", "causal_backward", "full_forward", "full_backward"), attention),
             "matmul": Origin("float32, two AVX-512 cores, torch 2.13", "2026-11", True),
             "memory_bytes": Origin("a laptop's", "2026-11", False),
             "memory_bytes_per_s": Origin("copy, two cores, torch 2.13", "2026-11", True),
-            "call_us": Origin("one call, two cores, torch 2.13", "2026-11-30", True),
+            "call_us": Origin("one call, least of 20 runs, two cores, torch 2.13", "2026-11-30", True),
             "links.loopback": guess,
         },
     )  # fmt: skip

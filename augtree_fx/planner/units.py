@@ -124,8 +124,29 @@ def cut(shape: ReplayShape, branches: Branches, parts: IntArray) -> Units:
         branches: of `shape`.
         parts: ``[trees]`` number of units that each tree should become; fewer come out where branches are few or long.
     """
+    return _units_of(shape, branches, _labels(shape, branches, parts))
+
+
+def joined(units: Units, lane_of_unit: IntArray) -> tuple[Units, IntArray]:
+    """Units of which no lane has two of one tree, and the lane of each: what one lane has of a tree is one unit.
+
+    Those of a tree change places among its lanes, so that each lane has neighbours.
+    """
+    order = np.lexsort((lane_of_unit, units.tree))  # units are ascending by tree, but for barren ones at the end
+    lanes = np.empty_like(lane_of_unit)
+    lanes[np.argsort(units.tree, kind="stable")] = lane_of_unit[order]
+    num_labels = int(units.unit_of_branch[-1]) + 1 if len(units.unit_of_branch) else 0
+    tree, lane = units.tree[:num_labels], lanes[:num_labels]
+    new = np.ones(num_labels, dtype=bool)
+    new[1:] = (tree[1:] != tree[:-1]) | (lane[1:] != lane[:-1])
+    first = (np.cumsum(new) - 1)[units.unit_of_branch]
+    begin = np.searchsorted(first, np.arange(int(new.sum())))
+    found = _units_of(units.shape, units.branches, _Labels(first, tree[new], begin))
+    return found, np.concatenate([lane[new], lanes[num_labels:]])
+
+
+def _units_of(shape: ReplayShape, branches: Branches, label: _Labels) -> Units:
     node, length = branches.node, shape.length.astype(np.float64)
-    label = _labels(shape, branches, parts)
     total_before = np.concatenate([[0.0], np.cumsum(length[node])])
     inner = np.flatnonzero(~shape.is_leaf)
     begin, end = branches.begin[inner], branches.end[inner]
