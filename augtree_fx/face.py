@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from augtree_fx import kernels
 from augtree_fx.costs import CostModel
 from augtree_fx.dtensor_ops.agreement import HostGroup
-from augtree_fx.dtensor_ops.attention import SCHEDULES
 from augtree_fx.dtensor_ops.lanes import Choose, Lanes, one_lane
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 from augtree_fx.layout import TreeLayout
 from augtree_fx.memory import Memory, check_memory
 from augtree_fx.planned import PlannedLanes

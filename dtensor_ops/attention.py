@@ -25,12 +25,11 @@ from augtree_fx import merge
 from augtree_fx import tree_attention as local
 from augtree_fx.dtensor_ops import collectives
 from augtree_fx.dtensor_ops.collectives import Pending
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, MOVE_Q
 from augtree_fx.dtensor_ops.tables import KeyCalls, Sizes
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
 from augtree_fx.tree_attention import Partials, Results, Sum
 
-ROTATE_KV, MOVE_Q, GATHER_KV = "rotate_kv", "move_q", "gather_kv"
-SCHEDULES = (ROTATE_KV, MOVE_Q, GATHER_KV)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -40,9 +39,9 @@ class Lane:
     """A rank's part of the attention of a lane.
 
     Attributes:
-        own, remote, visiting: calls, see `WholePath`; ``remote`` holds those of the schedule.
+        own, remote, visiting: calls, see `WholePath`.
         sizes: what moves.
-        schedule: one of `SCHEDULES`.
+        schedule: one of `schedules.SCHEDULES`.
         group: of the lane.
     """
 
@@ -317,14 +316,15 @@ def _arriving(moving: Sequence[Tensor], lane: Lane) -> Iterator[tuple[Tensor, ..
     buffer = _packed(*(x[:count] for x in moving))
     shapes = _shapes(moving, lane)
     if lane.schedule == GATHER_KV:
-        return _all_at_once(collectives.gather(buffer, lane.group), shapes, lane)
+        return _all_at_once(collectives.gather(buffer, lane.group), shapes)
     return _around(collectives.pass_on(buffer, lane.group), shapes, lane)
 
 
-def _all_at_once(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, ...]]:
+def _all_at_once(pending: Pending, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Those of all ranks, one rank's rows after another."""
     found = pending.wait()
-    for rank in lane.others:
-        yield _unpacked(found[rank], shapes)
+    parts = found.split([math.prod(shape) for shape in shapes], dim=1)
+    yield tuple(part.reshape(-1, *shape[1:]) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _around(pending: Pending, shapes: Sequence[tuple[int, ...]], lane: Lane) -> Iterator[tuple[Tensor, ...]]:
@@ -339,10 +339,8 @@ def _sent_home(contributions: Iterator[tuple[Tensor, ...]], moving: Sequence[Ten
     """Sum over the other ranks of what their queries send to this rank's moving tensors, in float32."""
     shapes = _shapes(moving, lane)
     if lane.schedule == GATHER_KV:
-        wide = accumulation_dtype(moving[0].dtype)
-        sent = moving[0].new_empty(lane.num_ranks, sum(map(math.prod, shapes)), dtype=wide)
-        for peer, each in zip(lane.others, contributions, strict=True):
-            torch.cat([x.view(-1) for x in each], out=sent[peer])
+        (parts,) = contributions
+        sent = torch.cat([part.reshape(lane.num_ranks, -1) for part in parts], dim=1)
         arrived = collectives.exchange_equal(sent, lane.group).wait()
         return _unpacked(collectives.add_up(torch.zeros_like(sent[0]), arrived, lane.rank), shapes)
     pending: Pending | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from augtree_fx.dtensor_ops.agreement import HostGroup, digest
-from augtree_fx.dtensor_ops.attention import GATHER_KV, MOVE_Q, ROTATE_KV, SCHEDULES
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, MOVE_Q, ROTATE_KV, SCHEDULES
 from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, Shards
 from augtree_fx.layout import TreeLayout
 from augtree_fx.trie import IntArray

@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 
 from augtree_fx import tree_attention
 from augtree_fx.dtensor_ops import attention, collectives
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, MOVE_Q, SCHEDULES
 from augtree_fx.dtensor_ops.tables import LaneCalls
 from augtree_fx.ops import READS_HOST_TABLES, define, differentiable_once
 from augtree_fx.reference import AttentionSpec, accumulation_dtype
@@ -33,13 +34,14 @@ def lane_of(calls: LaneCalls, schedule: str, group: str) -> attention.Lane:
     """
     found = collectives.group_of(group)
     others = distributed.get_world_size(found) - 1
-    if schedule not in attention.SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(attention.SCHEDULES)}, got {schedule!r}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     sets, sizes = calls.decoded()
-    expected = 1 + others * (2 if schedule == attention.MOVE_Q else 1)
+    remote = min(others, 1) if schedule == GATHER_KV else others
+    expected = 1 + remote + (others if schedule == MOVE_Q else 0)
     if len(sets) != expected:
         raise ValueError(f"{schedule} on {others + 1} ranks takes {expected} sets of calls, got {len(sets)}")
-    return attention.Lane(sets[0], sets[1 : 1 + others], sets[1 + others :], sizes, schedule, found)
+    return attention.Lane(sets[0], sets[1 : 1 + remote], sets[1 + remote :], sizes, schedule, found)
 
 
 def _attend(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from augtree_fx.dtensor_ops import latents as latent_attention
 from augtree_fx.dtensor_ops import ops, tables
-from augtree_fx.dtensor_ops.attention import MOVE_Q, Latents
+from augtree_fx.dtensor_ops.attention import Latents
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.tables import LaneCalls, Reached
 from augtree_fx.reference import AttentionSpec
@@ -23,7 +23,7 @@ class LaneTables:
 
     Attributes:
         by_span: of layers that see their whole path (``None``), a window or chunks of it.
-        schedule: for whole paths, one of `attention.SCHEDULES`; windows are always sent what they reach.
+        schedule: for whole paths, one of `schedules.SCHEDULES`; windows are always sent what they reach.
         group: name of the lane's process group.
         latents: whether layers may send what keys follow from, see `Latents`; the same on all ranks.
     """
@@ -51,7 +51,7 @@ class LaneTables:
             sees_all = span is None or (span.size if isinstance(span, tables.Chunks) else span) >= longest
             if sees_all:
                 if whole is None:
-                    whole = LaneCalls.of(tables.whole_path(shards, rank), moves_queries=schedule == MOVE_Q)
+                    whole = LaneCalls.of(tables.whole_path(shards, rank, schedule))
                 found[span] = whole
             else:
                 found[span] = tables.reached(shards, rank, span)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, MOVE_Q
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.tables import (
     AttentionTables,
@@ -33,6 +35,9 @@ _UNLIKE = 1013
 MOST_APART = 3
 # Keys that are copied for that, over the tokens of a rank's share: less than an MLP's activations, a layer at a time.
 MOST_COPIED = 3
+# The same of keys that were gathered from all ranks, over these: a prompt's own queries see it once in all, responses
+# once. Calls are then as many on any number of ranks.
+MOST_COPIED_OF_GATHERED = 2
 
 
 class KeyTables(NamedTuple):
@@ -66,19 +71,19 @@ class KeyCalls(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WholePath:
-    """Calls of layers whose queries see all of their path.
+    """Calls of layers whose queries see all of their path, under one schedule.
 
     Attributes:
         own: of a rank's queries on its own keys.
-        remote: of its queries on the keys of rank ``(rank - t) % ranks``, for t = 1, 2, ...
-        remote_prompts: the same of queries at level 0 alone, for a schedule that moves the others.
-        visiting: of the moving queries of rank ``(rank - t) % ranks`` on its own keys.
+        remote: of its queries on the keys of other ranks. A ring: of rank ``(rank - t) % ranks``, for t = 1, 2, ...;
+            where queries move, of those at level 0 alone. Gathered: one set, on the keys that move of all ranks, one
+            rank's after another, its own among them, which no call reads.
+        visiting: where queries move, of those of rank ``(rank - t) % ranks`` on its own keys.
         sizes: what all ranks agree on, see `Sizes`.
     """
 
     own: KeyTables
     remote: tuple[KeyTables, ...]
-    remote_prompts: tuple[KeyTables, ...]
     visiting: tuple[KeyTables, ...]
     sizes: Sizes
 
@@ -143,10 +148,9 @@ class LaneCalls:
         return self.segments, self.cu_seqlens, self.kv_index, self.sizes
 
     @staticmethod
-    def of(found: WholePath, *, moves_queries: bool) -> LaneCalls:
+    def of(found: WholePath) -> LaneCalls:
         """Those of a schedule."""
-        remote = found.remote_prompts + found.visiting if moves_queries else found.remote
-        sets = [tables for each in (found.own, *remote) for tables in each]
+        sets = [tables for each in (found.own, *found.remote, *found.visiting) for tables in each]
         index = [x.kv_index for x in sets if x.kv_index is not None]
         counts = [
             number
@@ -223,47 +227,64 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
     return found
 
 
-def whole_path(shards: Shards, rank: int) -> WholePath:
-    """Tables of a rank of a lane."""
+def whole_path(shards: Shards, rank: int, schedule: str) -> WholePath:
+    """Tables of a rank of a lane, where this moves."""
     paths, device, ranks = Paths(shards), shards.layout.device, shards.num_ranks
     others = [(rank - distance) % ranks for distance in range(1, ranks)]
     mine = list(shards.fragments(rank))
-    prompts = [number for number in mine if shards.layout.level[shards.node[number]] == 0]
+    sizes = _sizes(shards, rank)
+    most = MOST_COPIED * shards.share
 
     def tables(fragments: list[int], keys: int, first: int = 0) -> KeyTables:
-        return _tables([], _runs(paths, fragments, keys, first), shards.share, device)
+        return _tables([], _runs(shards, fragments, lambda number: paths.seen(number, keys), first), most, device)
 
+    def anywhere(number: int) -> list[Interval]:
+        """Keys of other ranks among those gathered."""
+        starts = [(other * sizes.keys, paths.seen(number, other)) for other in sorted(others)]
+        return [(first + begin, first + end) for first, seen in starts for begin, end in seen]
+
+    remote: tuple[KeyTables, ...] = ()
+    visiting: tuple[KeyTables, ...] = ()
+    if schedule == GATHER_KV and others:
+        copied = max(most, MOST_COPIED_OF_GATHERED * ranks * sizes.keys)
+        remote = (_tables([], _runs(shards, mine, anywhere, 0), copied, device),)
+    elif schedule == MOVE_Q:
+        prompts = [number for number in mine if shards.layout.level[shards.node[number]] == 0]
+        first_query = shards.num_of_kinds(0)
+        moving = [[n for n in shards.fragments(other) if shards.kind[n] in (1, 2)] for other in others]
+        remote = tuple(tables(prompts, other) for other in others)
+        visiting = tuple(
+            tables(each, rank, int(first_query[other])) for each, other in zip(moving, others, strict=True)
+        )
+    else:
+        remote = tuple(tables(mine, other) for other in others)
     own = [
         Segment(begin, end, shards.base + begin, shards.base + end)
         for begin, end in zip(shards.place[mine], shards.place[mine] + shards.length[mine], strict=True)
     ]
-    first_query = shards.num_of_kinds(0)
-    visiting = [[n for n in shards.fragments(other) if shards.kind[n] in (1, 2)] for other in others]
-    queries = shards.num_of_kinds(1, 2)
-    return WholePath(
-        own=_tables(split_calls(own, causal=True), _runs(paths, mine, rank, 0), shards.share, device),
-        remote=tuple(tables(mine, other) for other in others),
-        remote_prompts=tuple(tables(prompts, other) for other in others),
-        visiting=tuple(
-            tables(moving, rank, int(first_query[other])) for moving, other in zip(visiting, others, strict=True)
-        ),
-        sizes=Sizes(
-            keys=shards.base + int(shards.num_of_kinds(0, 1).max()),
-            prompt_keys=shards.base + int(first_query.max()) if first_query.any() else 0,
-            queries=int(queries.max()),
-            first_query=int(first_query[rank]),
-            own_queries=int(queries[rank]),
-        ),
+    on_own = _runs(shards, mine, lambda number: paths.seen(number, rank), 0)
+    return WholePath(_tables(split_calls(own, causal=True), on_own, most, device), remote, visiting, sizes)
+
+
+def _sizes(shards: Shards, rank: int) -> Sizes:
+    first_query, queries = shards.num_of_kinds(0), shards.num_of_kinds(1, 2)
+    return Sizes(
+        keys=shards.base + int(shards.num_of_kinds(0, 1).max()),
+        prompt_keys=shards.base + int(first_query.max()) if first_query.any() else 0,
+        queries=int(queries.max()),
+        first_query=int(first_query[rank]),
+        own_queries=int(queries[rank]),
     )
 
 
-def _runs(paths: Paths, fragments: list[int], rank: int, first: int) -> list[tuple[Interval, list[Interval]]]:
-    """Neighbouring queries, which count from ``first``, with the keys that all of them see on a rank."""
-    place, length = paths.shards.place, paths.shards.length
+def _runs(
+    shards: Shards, fragments: list[int], seen: Callable[[int], list[Interval]], first: int
+) -> list[tuple[Interval, list[Interval]]]:
+    """Neighbouring queries, which count from ``first``, with the keys that all of them see."""
     runs: list[tuple[Interval, list[Interval]]] = []
     for number in fragments:
-        begin, keys = int(place[number]) - first, paths.seen(number, rank)
-        end = begin + int(length[number])
+        begin, keys = int(shards.place[number]) - first, seen(number)
+        end = begin + int(shards.length[number])
         if runs and runs[-1][0][1] == begin and runs[-1][1] == keys:
             runs[-1] = ((runs[-1][0][0], end), keys)
         elif keys and begin < end:
@@ -274,13 +295,14 @@ def _runs(paths: Paths, fragments: list[int], rank: int, first: int) -> list[tup
 def _tables(
     causal: list[tuple[bool, list[Segment]]],
     runs: list[tuple[Interval, list[Interval]]],
-    share: int,
+    most: float,
     device: torch.device,
 ) -> KeyTables:
-    """Calls of runs on all of their keys, after others; where keys lie apart in many calls, they are gathered.
+    """Calls of runs on all of their keys, after others; where keys lie apart in many calls, ``most`` are gathered.
 
-    Gathered keys are those of every run, one run after another. What is too much to be copied stays where it lies, a
-    call for neighbouring runs, but for its last key: so every run has gathered keys, and its neighbours' call goes on.
+    Gathered keys are those of every run, one run after another. What is too much to be copied for each run is a call
+    for neighbouring runs, but for its last key: so every run has gathered keys, and its neighbours' call goes on. It
+    stays where it lies, unless the same runs see more of that kind: these are copied, too, once for all runs.
     The i-th interval of keys of every run is in the i-th family of calls: in one call no query is twice.
     """
     families: dict[int, list[Segment]] = defaultdict(list)
@@ -290,7 +312,7 @@ def _tables(
     apart = [call for family in sorted(families) for call in split_calls(families[family], causal=False)]
     if len(apart) <= MOST_APART:
         return KeyTables(tables_of(causal + apart, device, None), tables_of([], device, np.empty(0, dtype=np.int64)))
-    alone = _staying(runs, MOST_COPIED * share)
+    alone = _staying(runs, most)
     together, index, count = [], [np.empty(0, dtype=np.int64)], 0
     for queries, keys in runs:
         begin = count
@@ -299,14 +321,33 @@ def _tables(
             index.append(np.arange(first, k_end))
             count += k_end - first
         together.append(Segment(*queries, begin, count))
-    stay = [
-        (False, [Segment(*queries, k_begin, k_end - 1)]) for (k_begin, k_end), seen in alone.items() for queries in seen
-    ]
+    stay: list[tuple[bool, list[Segment]]] = []
     gathered = split_calls(together, causal=False)
+    for seen, intervals in _by_queries(alone):
+        if len(intervals) == 1:
+            ((k_begin, k_end),) = intervals
+            stay += [(False, [Segment(*queries, k_begin, k_end - 1)]) for queries in seen]
+        else:
+            begin = count
+            index += [np.arange(k_begin, k_end - 1) for k_begin, k_end in intervals]
+            count += sum(k_end - 1 - k_begin for k_begin, k_end in intervals)
+            gathered += [(False, [Segment(*queries, begin, count)]) for queries in seen]
     return KeyTables(tables_of(causal + stay, device, None), tables_of(gathered, device, np.concatenate(index)))
 
 
-def _staying(runs: list[tuple[Interval, list[Interval]]], most: int) -> dict[Interval, list[Interval]]:
+def _by_queries(seen: dict[Interval, list[Interval]]) -> list[tuple[list[Interval], list[Interval]]]:
+    """Queries, and intervals of keys that all of these see; one with a large segment is by itself."""
+    alone: list[tuple[list[Interval], list[Interval]]] = []
+    found: dict[tuple[Interval, ...], list[Interval]] = {}
+    for interval, queries in seen.items():
+        if any(Segment(*each, *interval).is_large for each in queries):
+            alone.append((queries, [interval]))
+        else:
+            found.setdefault(tuple(queries), []).append(interval)
+    return alone + [(list(queries), intervals) for queries, intervals in found.items()]
+
+
+def _staying(runs: list[tuple[Interval, list[Interval]]], most: float) -> dict[Interval, list[Interval]]:
     """Intervals of keys that are not gathered, with the queries that see each, neighbouring ones as one.
 
     Those of large segments, and those that would be copied most, until no more than ``most`` keys are copied.

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import augtree_fx
 from augtree_fx import CostModel, TreeLayout
-from augtree_fx.dtensor_ops.attention import MOVE_Q, ROTATE_KV
 from augtree_fx.dtensor_ops.lanes import Choose, LanePlan
+from augtree_fx.dtensor_ops.schedules import MOVE_Q, ROTATE_KV
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.site import LaneTables, attend
 from augtree_fx.tables import Span

@@ -15,7 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.library import opcheck
 
 from augtree_fx import TreeLayout
-from augtree_fx.dtensor_ops.attention import MOVE_Q
 from augtree_fx.dtensor_ops.placement import PartialSoftmax, partials_from_local, unpack_partials
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.tables import LaneCalls, whole_path
@@ -264,7 +263,7 @@ def check_attention_op(schedule: str) -> None:
     ops, group = torch.ops.augtree, distributed.group.WORLD.group_name
     layout = TreeLayout.from_groups([[1] * 9, [2, 3]], [[[4], [5, 5]], [[6, 6, 6]]])
     shards = Shards.of(layout, distributed.get_world_size(), min_chunk_tokens=1)
-    found = LaneCalls.of(whole_path(shards, distributed.get_rank()), moves_queries=schedule == MOVE_Q)
+    found = LaneCalls.of(whole_path(shards, distributed.get_rank(), schedule))
     calls = found.tensors
     q, k, v = (random(shards.share, heads, 4, seed=heads).requires_grad_() for heads in (4, 2, 2))
     sinks = random(4, seed=3).requires_grad_()

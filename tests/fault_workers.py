@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 
 import augtree_fx
 from augtree_fx import CostModel, TreeLayout, merge
-from augtree_fx.dtensor_ops import attention
+from augtree_fx.dtensor_ops import attention, schedules
 from augtree_fx.dtensor_ops.agreement import HostGroup
 from augtree_fx.dtensor_ops.collectives import Pending
 from augtree_fx.dtensor_ops.lanes import LanePlan
@@ -30,7 +30,7 @@ def swapped_halves(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
     """As `halves`, and on one rank alone with another schedule."""
     found = halves(layout, num_ranks)
     if distributed.get_rank() == 1:
-        found[0] = LanePlan(found[0].ranks, found[0].rows, attention.GATHER_KV)
+        found[0] = LanePlan(found[0].ranks, found[0].rows, schedules.GATHER_KV)
     return found
 
 
@@ -165,7 +165,7 @@ def small_errors() -> dict[str, float]:
     for name, lengths in {"three tokens": (3,), "a row": (9,), "a row twice": (3, 3), "beginnings": (2, 5, 7)}.items():
         batch = families.padded([[torch.arange(3, 3 + length)] for length in lengths], "right")
         truth = families.reference(plain, batch)
-        for schedule in attention.SCHEDULES:
+        for schedule in schedules.SCHEDULES:
             got = averaged(families.computed(parallel_model(plain, schedule=schedule), batch))
             errors[f"{name}, {schedule}"] = max(families.errors(got, truth).values())
     return errors
@@ -249,7 +249,7 @@ def partition_errors() -> dict[str, float]:
         def choose(layout: TreeLayout, num_ranks: int, partition: list[list[int]] = partition) -> list[LanePlan]:
             rows = torch.arange(layout.num_rows).tensor_split(len(partition))
             lanes = zip(partition, rows, strict=True)
-            return [LanePlan(tuple(ranks), tuple(some.tolist()), attention.ROTATE_KV) for ranks, some in lanes]
+            return [LanePlan(tuple(ranks), tuple(some.tolist()), schedules.ROTATE_KV) for ranks, some in lanes]
 
         state_of(model).lanes.choose = choose
         model.zero_grad()
@@ -304,18 +304,18 @@ def _lost_on_the_last_rank(*arguments: Any) -> tuple[Tensor, ...]:
 
 # What is replaced, by what, and the schedule.
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
-    "stale keys in backward": (attention, "backward", _stale_keys, attention.ROTATE_KV),
-    "stale gathered keys in backward": (attention, "backward", _stale_keys, attention.GATHER_KV),
-    "a missing step of the ring": (attention, "_arriving", _without_the_last_step, attention.ROTATE_KV),
-    "the LSE of another rank": (Pending, "wait", _of_another_rank, attention.MOVE_Q),
-    "a sink in every partial": (merge, "partial_softmax", _sinks_in_every_partial, attention.ROTATE_KV),
-    "lost gradients of one rank's keys": (attention, "_sent_home", _lost_on_the_last_rank, attention.ROTATE_KV),
+    "stale keys in backward": (attention, "backward", _stale_keys, schedules.ROTATE_KV),
+    "stale gathered keys in backward": (attention, "backward", _stale_keys, schedules.GATHER_KV),
+    "a missing step of the ring": (attention, "_arriving", _without_the_last_step, schedules.ROTATE_KV),
+    "the LSE of another rank": (Pending, "wait", _of_another_rank, schedules.MOVE_Q),
+    "a sink in every partial": (merge, "partial_softmax", _sinks_in_every_partial, schedules.ROTATE_KV),
+    "lost gradients of one rank's keys": (attention, "_sent_home", _lost_on_the_last_rank, schedules.ROTATE_KV),
 }
 
 
 def planted_errors(at: Site, batch: Batch) -> dict[str, dict[str, float]]:
     """Errors of attention with each fault, and without."""
-    errors = {"none": attention_errors(at, batch, attention.ROTATE_KV)}
+    errors = {"none": attention_errors(at, batch, schedules.ROTATE_KV)}
     for name, (where, what, fault, schedule) in PLANTED.items():
         with mock.patch.object(where, what, fault):
             errors[name] = attention_errors(at, batch, schedule)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import augtree_fx
 from augtree_fx.coverage import tiny
 from augtree_fx.dtensor_ops import attention, collectives
-from augtree_fx.dtensor_ops.attention import GATHER_KV, ROTATE_KV, Latents
+from augtree_fx.dtensor_ops.attention import Latents
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, ROTATE_KV
 from augtree_fx.transforms.expansion import Expansion
 
 NAME = "deepseek_v3"

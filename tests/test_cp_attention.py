@@ -17,7 +17,7 @@ from test_attention_parity import deep_batch
 
 from augtree_fx import CostModel, TreeLayout, tables
 from augtree_fx.dtensor_ops import tables as lane_tables
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, MOVE_Q, ROTATE_KV, SCHEDULES
 from augtree_fx.dtensor_ops.shards import Shards
 
 EXACT = 1e-10  # sums of some hundred terms in another order
@@ -96,9 +96,10 @@ def test_a_tree_of_many_levels_takes_few_calls() -> None:
     batch = padded(rows, [0] * len(rows), max(map(len, rows)), "column")
     layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
     assert layout.num_levels == 4
-    for keys in sets_of_keys(layout, 3):
-        assert keys.direct.num_calls + keys.gathered.num_calls <= 4
-        assert keys.gathered.num_calls == 1, "this tree is to gather"
+    for schedule in SCHEDULES:
+        for keys in sets_of_keys(layout, 3, schedule):
+            assert keys.direct.num_calls + keys.gathered.num_calls <= 5
+            assert keys.gathered.num_calls >= 1 or schedule == MOVE_Q, "this tree is to gather"
 
 
 def test_what_many_share_is_not_copied_for_each() -> None:
@@ -106,7 +107,7 @@ def test_what_many_share_is_not_copied_for_each() -> None:
     rows = [[1] * 600 + [2 + group] * 5 + [50 + leaf] * 4 for group in range(40) for leaf in range(3)]
     batch = padded(rows, [0] * len(rows), max(map(len, rows)), "column")
     layout = TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
-    for keys in sets_of_keys(layout, 2):
+    for keys in sets_of_keys(layout, 2, ROTATE_KV):
         assert keys.gathered.kv_index is not None
         assert len(keys.gathered.kv_index) <= lane_tables.MOST_COPIED * Shards.of(layout, 2, min_chunk_tokens=1).share
         assert keys.direct.num_calls + keys.gathered.num_calls <= 10, "nor is there a call for each"
@@ -118,18 +119,38 @@ def test_a_tree_of_very_many_levels() -> None:
     starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
     layout = TreeLayout.from_packed(torch.cat(rows)[None], cu_seq_lens=starts, costs=CostModel.free())
     assert layout.num_levels > 1050
-    sets_of_keys(layout, 2)
+    for schedule in SCHEDULES:
+        sets_of_keys(layout, 2, schedule)
 
 
-def sets_of_keys(layout: TreeLayout, num_ranks: int) -> list[lane_tables.KeyTables]:
+@pytest.mark.parametrize("num_ranks", [3, 4, 8])
+def test_gathered_keys_take_as_few_calls_on_any_number_of_ranks(num_ranks: int) -> None:
+    """One group, and three: three calls on own keys of each, and three in all on those of the other ranks."""
+    for groups in ([(4096, [256] * 8)], [(1024, [64] * 8)] * 3):
+        prompts = [[number + 1] * length for number, (length, _) in enumerate(groups)]
+        responses = [[[number + 10] * length for length in branches] for number, (_, branches) in enumerate(groups)]
+        layout = TreeLayout.from_groups(prompts, responses)
+        shards = Shards.of(layout, num_ranks, min_chunk_tokens=16)
+        for rank in range(num_ranks):
+            found = lane_tables.whole_path(shards, rank, GATHER_KV)
+            (remote,) = found.remote
+            assert found.own.direct.num_calls <= 1 + 2 * len(groups)
+            assert remote.direct.num_calls + remote.gathered.num_calls <= 3
+            copied = 0 if remote.gathered.kv_index is None else len(remote.gathered.kv_index)
+            assert copied <= 2 * num_ranks * found.sizes.keys
+        sets_of_keys(layout, num_ranks, GATHER_KV)
+
+
+def sets_of_keys(layout: TreeLayout, num_ranks: int, schedule: str) -> list[lane_tables.KeyTables]:
     """Tables of all ranks; on own and on other ranks' keys every (query, key) pair of the tree is there once."""
     shards = Shards.of(layout, num_ranks, min_chunk_tokens=1)
-    found = [lane_tables.whole_path(shards, rank) for rank in range(num_ranks)]
-    segments = torch.cat([part.segments for each in found for keys in (each.own, *each.remote) for part in keys])
+    found = [lane_tables.whole_path(shards, rank, schedule) for rank in range(num_ranks)]
+    every = [keys for each in found for keys in (each.own, *each.remote, *each.visiting)]
+    segments = torch.cat([part.segments for keys in every for part in keys])
     causal, queries, keys = segments[:, 1], segments[:, 3] - segments[:, 2], segments[:, 5] - segments[:, 4]
     pairs = torch.where(causal > 0, queries * (queries + 1) // 2, queries * keys).sum()
     assert pairs == (layout.length * layout.path_start + layout.length * (layout.length + 1) // 2).sum()
-    return [keys for each in found for keys in (each.own, *each.remote, *each.visiting)]
+    return every
 
 
 @pytest.mark.slow

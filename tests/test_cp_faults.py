@@ -25,7 +25,7 @@ from fault_workers import (
 from ranks import Ranks
 from test_cp_attention import EXACT, groups
 
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 
 World = Callable[[int], Ranks]
 

@@ -26,7 +26,7 @@ from latent_workers import (
 from ranks import Ranks
 from test_cp_models import EXACT, Case, assert_exact
 
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 from augtree_fx.transforms import capture_stack, find_stack
 
 CASES: list[Case] = [(model_errors, ("deepseek_v3", 3, "left"), {"schedule": schedule}) for schedule in SCHEDULES]

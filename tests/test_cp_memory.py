@@ -29,7 +29,7 @@ from wave_reference import FREE, run_of
 
 import augtree_fx
 from augtree_fx import stages
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 from augtree_fx.memory import shown
 from augtree_fx.transforms import stack
 

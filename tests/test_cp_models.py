@@ -10,7 +10,7 @@ from cp_workers import halves, layout_errors, model_errors, pooled_errors, shard
 from ranks import Ranks
 from test_cp_attention import covering
 
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 
 EXACT = 1e-10  # float64 throughout, sums in another order
 

@@ -27,8 +27,8 @@ from torch import distributed
 
 import augtree_fx
 from augtree_fx import CostModel, Planner, TreeLayout
-from augtree_fx.dtensor_ops.attention import GATHER_KV, SCHEDULES
 from augtree_fx.dtensor_ops.lanes import LanePlan
+from augtree_fx.dtensor_ops.schedules import GATHER_KV, SCHEDULES
 from augtree_fx.planner import Execution
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.transforms import in_waves

@@ -23,8 +23,8 @@ from ranks import Ranks
 from torch import distributed
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from augtree_fx.dtensor_ops.attention import SCHEDULES
 from augtree_fx.dtensor_ops.placement import PartialSoftmax, partials_from_local, unpack_partials
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 
 EXACT = 1e-10  # float64, sums in another order
 TOKENS, HEADS, SIZES, ALL = Shard(0), Shard(1), Shard(2), Replicate()

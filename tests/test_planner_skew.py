@@ -12,7 +12,7 @@ from augtree_fx import CostModel, TreeLayout
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.tables import whole_path
 from augtree_fx.examples.bench.plan_cases import draw, group
-from augtree_fx.planner import Execution, Planner, ReplayShape
+from augtree_fx.planner import Execution, Planner, ReplayShape, Schedule
 from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.host import num_calls
 from augtree_fx.planner.rank_work import lane_pass
@@ -42,7 +42,7 @@ def test_prices_deal_as_shards_do(trees: list[Any], ranks: int) -> None:
     tokens = counted.prompt_tokens + counted.branch_tokens
     held = np.bincount(shards.rank, shards.length, ranks)
     assert sorted(tokens) == pytest.approx(sorted(held), abs=2)  # bounds of chunks are whole tokens there
-    assert counted.kv_tokens[0] >= whole_path(shards, 0).sizes.keys - 2
+    assert counted.kv_tokens[0] >= whole_path(shards, 0, "gather_kv").sizes.keys - 2
     fullest_us = float(linear_us(np.array(tokens.max()), 1, costs))
     assert plan.lanes[0].terms["linear_us"] == pytest.approx(fullest_us, rel=0.05)  # rates are those of the mean
 
@@ -54,9 +54,11 @@ def test_calls_of_a_rank_are_counted(ranks: int) -> None:
         rows = draw(trees, 1 << 16)
         layout = TreeLayout.from_padded(rows.input_ids, rows.attention_mask, costs=CostModel.free())
         shards = Shards.of(layout, ranks)
-        found = []
-        for rank in range(ranks):
-            tables = whole_path(shards, rank)
-            found.append(sum(calls.num_calls for keys in (tables.own, *tables.remote) for calls in keys))
-        predicted = float(num_calls(np.array(float(ranks)), 2))
-        assert max(found) == predicted if exact else max(found) <= predicted
+        for schedule in (Schedule.ROTATE_KV, Schedule.GATHER_KV):
+            found = []
+            for rank in range(ranks):
+                tables = whole_path(shards, rank, schedule.value)
+                found.append(sum(calls.num_calls for keys in (tables.own, *tables.remote) for calls in keys))
+            predicted = float(num_calls(np.array(float(ranks)), 2, schedule))
+            rotates = schedule is Schedule.ROTATE_KV
+            assert max(found) == predicted if exact and rotates else max(found) <= predicted

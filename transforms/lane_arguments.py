@@ -10,6 +10,7 @@ from torch import nn
 
 from augtree_fx.dtensor_ops import collectives
 from augtree_fx.dtensor_ops.lanes import Lane, one_pass_schedule, wave_schedule
+from augtree_fx.dtensor_ops.schedules import ROTATE_KV
 from augtree_fx.dtensor_ops.shards import Shards
 from augtree_fx.dtensor_ops.site import LaneTables
 from augtree_fx.transforms.context import ReplayContext, Shelf
@@ -60,6 +61,8 @@ def local_arguments(
     if state.recorder is not None:
         collectives.watch(lane.group, state.recorder)
     moves, spans = schedule or one_pass_schedule(layout), {site.span for site in state.sites}
+    if schedule is None and latents and any(site.cut is not None for site in state.sites):
+        moves = ROTATE_KV  # of one rank's latents at a time keys are expanded, not of all at once
     tables = LaneTables.of(shards, lane.rank, spans, moves, lane.group, latents=latents)
     context = ReplayContext(
         {}, False, state.kernel, counted if counts else None, prompts=prompts, kept=kept, lane=tables,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from augtree_fx.dtensor_ops.agreement import HostGroup
-from augtree_fx.dtensor_ops.attention import MOVE_Q, ROTATE_KV
 from augtree_fx.dtensor_ops.lanes import LanePlan, one_pass_schedule
+from augtree_fx.dtensor_ops.schedules import MOVE_Q, ROTATE_KV
 from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms.wave_budget import Extent, WaveBudget
 

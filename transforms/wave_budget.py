@@ -91,8 +91,8 @@ class Extent:
 
     @property
     def visible(self) -> int:
-        """Shares of keys that are on a rank at once: its own, in a ring two that pass by."""
-        return min(self.ranks, 3) if self.rotates else self.ranks
+        """Shares of keys that are on a rank at once: its own, in a ring two that pass by; gathered ones are copied."""
+        return min(self.ranks, 3) if self.rotates else 3 * self.ranks
 
 
 @dataclass(frozen=True)

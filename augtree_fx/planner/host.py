@@ -28,12 +28,16 @@ LANE_LAUNCHES, TRANSFER_LAUNCHES = 235.0, 118.0
 QUERY_TRANSFERS = {False: 3.0, True: 5.0}
 
 
-def num_calls(degree: FloatArray, num_levels: int) -> FloatArray:
+def num_calls(degree: FloatArray, num_levels: int, schedule: Schedule) -> FloatArray:
     """Attention calls of a rank in one layer: at most, on several ranks, those of `dtensor_ops.tables`.
 
-    One rank: a causal one, and one for each pair of levels. Several: three on own keys, two on each other rank's.
+    One rank: a causal one, and one for each pair of levels. Several: three on own keys, two on each other rank's; on
+    gathered ones no more than three.
     """
-    return np.where(degree > 1, 2 * degree + 1, 1 + num_levels * (num_levels - 1) / 2)
+    others = 2 * degree - 2
+    if schedule is Schedule.GATHER_KV:
+        others = np.minimum(others, 3)
+    return np.where(degree > 1, 3 + others, 1 + num_levels * (num_levels - 1) / 2)
 
 
 def num_transfers(degree: FloatArray, schedule: Schedule, *, backward: bool, keys: bool = True) -> FloatArray:
@@ -48,7 +52,8 @@ def layer_us(
 ) -> FloatArray:
     """Microseconds of one layer in one direction."""
     forwards = 2 if backward else 1
-    launches = LAYER_LAUNCHES + CALL_LAUNCHES * num_calls(degree, num_levels) + np.where(degree > 1, LANE_LAUNCHES, 0.0)
+    launches = LAYER_LAUNCHES + CALL_LAUNCHES * num_calls(degree, num_levels, schedule)
+    launches = launches + np.where(degree > 1, LANE_LAUNCHES, 0.0)
     sent = num_transfers(degree, schedule, backward=backward, keys=keys)
     return costs.hardware.call_us * (forwards * launches + TRANSFER_LAUNCHES * sent)
 

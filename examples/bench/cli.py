@@ -207,8 +207,8 @@ def add_cp(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--turns", action="store_true",
-        help="of a step: all ranks on one device, one after another, without transfers: what each has to compute, for "
-        "any number of ranks; nothing is checked",
+        help="of a step: all ranks on one device; checked with transfers through the host, timed one after another "
+        "without any: what each has to compute, for any number of ranks",
     )  # fmt: skip
     parser.add_argument(
         "--seconds", type=_number, default=300, help="a collective that a rank does not join for as long ends the run"

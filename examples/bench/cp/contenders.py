@@ -9,7 +9,7 @@ from functools import partial
 from torch import distributed
 from torch.nn.attention import SDPBackend
 
-from augtree_fx.dtensor_ops.attention import SCHEDULES
+from augtree_fx.dtensor_ops.schedules import SCHEDULES
 from augtree_fx.examples.bench.cp.contender import Contender
 from augtree_fx.examples.bench.cp.dynamic import DynamicRows
 from augtree_fx.examples.bench.cp.ours import Ours

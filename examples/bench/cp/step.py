@@ -79,16 +79,9 @@ def measure(
 def _measure(
     world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str, repeats: int
 ) -> dict[str, Any]:
-    shards = make_shards(contender, case, rows_at_a_time)
-    figures: dict[str, Any] = {"tokens": world.all_of(sum(shard.num_tokens for shard in shards))}
-    parts = -(-case.check_rows // rows_at_a_time)
-    check = case.batch.first(parts * rows_at_a_time).only(case.check_rows)
-    loss, logps = update(case.model, check, contender, shards[:parts], rows_at_a_time, kernel)
-    outcome = Outcome.of(case.model, (loss, logps[: case.check_rows]))
-    figures["differences"] = case.truth.differences(outcome)
-    figures["passed"] = all(figures["differences"][name] <= bound for name, bound in case.bounds.items())
+    shards, figures = checked(world, contender, case, rows_at_a_time, kernel)
     if not figures["passed"]:
-        return figures | {"reason": "parity failed"}
+        return figures
     others = timing.allocated_gib(world.device)  # weights, gradients, the batch
     timing.reset_peak(world.device)
 
@@ -100,6 +93,22 @@ def _measure(
         figures["step"] = world.measure(step, repeats, warmups=0)
     figures["peak_gib"], figures["activations_gib"] = world.peak_gib(), world.peak_gib(others)
     return figures
+
+
+def checked(
+    world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str
+) -> tuple[list[Shard], dict[str, Any]]:
+    """This rank's shares, and whether micro-batches of the first rows, with their loss, pass the gate."""
+    shards = make_shards(contender, case, rows_at_a_time)
+    parts = -(-case.check_rows // rows_at_a_time)
+    check = case.batch.first(parts * rows_at_a_time).only(case.check_rows)
+    loss, logps = update(case.model, check, contender, shards[:parts], rows_at_a_time, kernel)
+    found = case.truth.differences(Outcome.of(case.model, (loss, logps[: case.check_rows])))
+    passed = all(found[name] <= bound for name, bound in case.bounds.items())
+    figures = {
+        "tokens": world.all_of(sum(shard.num_tokens for shard in shards)), "differences": found, "passed": passed
+    }  # fmt: skip
+    return shards, figures if passed else figures | {"reason": "parity failed"}
 
 
 def make_shards(contender: Contender, case: Case, rows_at_a_time: int) -> list[Shard]:

@@ -1,8 +1,8 @@
-"""``bench cp --step --turns``: the ranks of an axis take turns on one device, and no transfer happens.
+"""``bench cp --step --turns``: the ranks of an axis share one device; they are timed in turns, without transfers.
 
 What comes out is what each rank has to compute, for any number of ranks: how evenly a way of context parallelism
 shares the work of a batch, and what of it is done more than once. Times of steps are at least that; how much transfers
-add takes as many devices. Results mean nothing, and are not checked.
+add takes as many devices. The parity gate is passed before, by all ranks at once and with transfers through the host.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, distributed, nn
 
 from augtree_fx.examples.bench import timing
 from augtree_fx.examples.bench.cp.contender import Contender
-from augtree_fx.examples.bench.cp.step import Case, make_shards, update
+from augtree_fx.examples.bench.cp.step import Case, checked, update
 from augtree_fx.examples.bench.cp.world import World
 
 
@@ -26,6 +27,71 @@ class _Done:
 
     def wait(self) -> None:
         """Nothing is under way."""
+
+
+@dataclass
+class _ThroughHost:
+    """The handle of transfers between copies on the host, which are copied to where they are awaited."""
+
+    works: list[Any]
+    arriving: list[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        """On the host."""
+        for work in self.works:
+            work.wait()
+        for target, arrived in self.arriving:
+            target.copy_(arrived)
+        self.works, self.arriving = [], []
+
+
+@contextmanager
+def through_host() -> Iterator[None]:
+    """Tensors of any device travel by gloo, by way of copies on the host."""
+    right = {name: getattr(distributed, name) for name in _TRANSFERS}
+
+    def receive(operations: list[Any]) -> list[_ThroughHost]:
+        copies = [each.tensor.cpu() if each.op is distributed.isend else _like(each.tensor) for each in operations]
+        staged = [
+            distributed.P2POp(each.op, copy, each.peer, each.group, each.tag)
+            for each, copy in zip(operations, copies, strict=True)
+        ]
+        arriving = [
+            (each.tensor, copy) for each, copy in zip(operations, copies, strict=True) if each.op is distributed.irecv
+        ]
+        return [_ThroughHost(right["batch_isend_irecv"](staged), arriving)]
+
+    def collective(name: str) -> Callable[..., _ThroughHost | None]:
+        def run(found: Tensor, *given: Any, async_op: bool = False, **options: Any) -> _ThroughHost | None:
+            in_place = name in ("all_reduce", "broadcast")
+            copy = found.cpu() if in_place else _like(found)
+            given = tuple(each.cpu() if isinstance(each, Tensor) else each for each in given)
+            work = _ThroughHost([right[name](copy, *given, async_op=True, **options)], [(found, copy)])
+            if async_op:
+                return work
+            work.wait()
+            return None
+
+        return run
+
+    made = {name: collective(name) for name in _TRANSFERS if name != "batch_isend_irecv"}
+    with _patched({"batch_isend_irecv": receive, **made}):
+        yield
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+_TRANSFERS = ("batch_isend_irecv", "all_gather_into_tensor", "all_to_all_single", "all_reduce", "broadcast")
+
+
+@contextmanager
+def _patched(made: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    with ExitStack() as patched:
+        for name, function in made.items():
+            patched.enter_context(mock.patch.object(distributed, name, function))
+        yield
 
 
 @contextmanager
@@ -50,13 +116,7 @@ def without_transfers() -> Iterator[None]:
     def stay(*_: Any, **__: Any) -> _Done:
         return _Done()
 
-    made = {
-        "batch_isend_irecv": receive, "all_gather_into_tensor": gather, "all_to_all_single": exchange,
-        "all_reduce": stay, "broadcast": stay,
-    }  # fmt: skip
-    with ExitStack() as patched:
-        for name, function in made.items():
-            patched.enter_context(mock.patch.object(distributed, name, function))
+    with _patched(dict(zip(_TRANSFERS, (receive, gather, exchange, stay, stay), strict=True))):
         yield
 
 
@@ -114,17 +174,19 @@ def timed(world: World, step: Callable[[], object], model: nn.Module, repeats: i
 def measure(
     world: World, contender: Contender, case: Case, rows_at_a_time: int, kernel: str, repeats: int
 ) -> dict[str, Any]:
-    """As `step.measure`, without its gate."""
-    with without_transfers(), contender.prepared(case.model):
-        shards = make_shards(contender, case, rows_at_a_time)
+    """As `step.measure`."""
+    with contender.prepared(case.model):
+        with through_host():
+            shards, figures = checked(world, contender, case, rows_at_a_time, kernel)
+        if not figures["passed"]:
+            return figures
 
         def step() -> object:
             return update(case.model, case.batch, contender, shards, rows_at_a_time, kernel)
 
-        step()  # all ranks at once: what they tell each other on the host, they do here
-        found = timed(world, step, case.model, repeats)
-    tokens = world.all_of(sum(shard.num_tokens for shard in shards))
-    return {
-        "tokens": tokens, "differences": {}, "passed": True, "step": found.step, "step_by_rank": found.by_rank,
-        "peak_gib": found.peak_gib, "activations_gib": found.activations_gib,
+        with without_transfers():
+            found = timed(world, step, case.model, repeats)
+    return figures | {
+        "step": found.step, "step_by_rank": found.by_rank, "peak_gib": found.peak_gib,
+        "activations_gib": found.activations_gib,
     }  # fmt: skip
