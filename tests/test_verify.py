@@ -54,7 +54,7 @@ def written(path: Path, content: object) -> str:
 
 
 def verify(*arguments: object) -> int:
-    return main(["verify", *map(str, arguments), *ONCE])
+    return main(["verify", "--device", "cpu", *map(str, arguments), *ONCE])  # by default it takes a CUDA device
 
 
 def figures(tmp_path: Path, *arguments: object) -> tuple[int, dict]:
