@@ -108,6 +108,7 @@ def _local(tensor: Tensor | None, mesh: DeviceMesh, placements: Placements) -> T
     whole = _placed(mesh, [], 0)
     if tensor is None or (not isinstance(tensor, DTensor) and placements == whole):
         return tensor  # tables stay on the host where they are read
+    tensor = tensor.detach()  # no gradient is recorded here, and torch 2.11 would call `detach_`, which DTensors lack
     if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, mesh, whole, run_check=False)
     return tensor.redistribute(mesh, placements).to_local()

@@ -52,7 +52,7 @@ def test_long_context_of_two_ranks(tmp_path: Path) -> None:
             EXAMPLES / "trl_long_context.py", *arguments, "--json", tmp_path / "figures.json",
         ],
         capture_output=True, text=True, timeout=280,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "PASSED: same losses and gradient norms" in run.stdout

@@ -383,7 +383,8 @@ torch.testing.assert_close(out, outs[0])
 
 
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **variables}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])  # packages may lie outside of site-packages
+    env = {**os.environ, "PYTHONPATH": path, **variables}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 
 

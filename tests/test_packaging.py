@@ -55,10 +55,11 @@ def build_flags() -> list[str]:
 
 
 def run_ok(command: list[object], cwd: Path, path: Path | None = None) -> str:
-    """Runs a command without our own PYTHONPATH (`path` in its place) and returns the last line of its stdout."""
+    """Runs a command without the checkout in PYTHONPATH (`path` in its place); returns the last line of its stdout."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
+    others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    kept = [each for each in others if ROOT not in (Path(each).resolve(), *Path(each).resolve().parents)]
+    env["PYTHONPATH"] = os.pathsep.join([*([] if path is None else [str(path)]), *kept])
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return (done.stdout.strip().splitlines() or [""])[-1]

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +66,17 @@ def shared(model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    (placement,) = tensor.placements
+    if not isinstance(placement, _StridedShard):
+        return tensor.full_tensor()
+    # Fused projections of experts, each of which is sharded: torch 2.11 has no `full_tensor` of those.
+    local = tensor.to_local().contiguous()
+    shards = [torch.empty_like(local) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(shards, local)
+    parts = zip(*(shard.chunk(placement.split_factor, placement.dim) for shard in shards), strict=True)
+    return torch.cat([each for part in parts for each in part], placement.dim)
 
 
 def step(model: nn.Module, batch: Batch, names: list[str]) -> Result:

@@ -7,6 +7,7 @@ of the same shares beats and that more bandwidth never makes longer.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -302,7 +303,7 @@ print(json.dumps(Planner().plan(shape, model_shape("Qwen3-8B"), world_size=12).t
 def test_equal_plans_in_a_process_with_another_hash_seed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=ROOT, check=True, capture_output=True, text=True,
-        env={"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     shape = ReplayShape.from_groups([4096, 300, 9000, 17] * 4, [[100 * i + j for j in range(9)] for i in range(16)])
     assert json.loads(done.stdout) == json.loads(json.dumps(Planner().plan(shape, BIG, world_size=12).to_json()))

@@ -174,7 +174,8 @@ def test_calibrate_measures_links_between_ranks(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
          "--rdzv-endpoint", "localhost:0", "-m", "augtree_fx", "calibrate", str(file), "--device", "cpu", *PIECES],
-        cwd=ROOT, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT, check=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     machine = Hardware.load(file)
     assert [link.name for link in machine.links] == ["local"] and not machine.unmeasured()

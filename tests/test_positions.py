@@ -372,7 +372,20 @@ def test_verify(model_type: str, padding: str, said: str, tmp_path: Path) -> Non
     tiny.tiny_config(model_type).save_pretrained(tmp_path)
     shape = ["--shape", "80x4x12", "--shape", "64x3x20", "--warm-ups", "0", "--padding", padding]
     chosen = ["--class", "AutoModelForCausalLM", "--share-all"]
-    command_line(["verify", "--config", str(tmp_path), "--random", *chosen, *shape, "--json", str(tmp_path / "out")])
+    command_line(
+        [
+            "verify",
+            "--config",
+            str(tmp_path),
+            "--random",
+            "--device",
+            "cpu",
+            *chosen,
+            *shape,
+            "--json",
+            str(tmp_path / "out"),
+        ]
+    )
     assert json.loads((tmp_path / "out").read_text())["verdict"].startswith(said)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from families import Batch, Result, objective
@@ -18,7 +20,11 @@ from augtree_fx.transforms.install import STATE
 def build(model_type: str, attention: str = "eager") -> nn.Module:
     if model_type not in tiny.model_types():
         pytest.skip("this transformers does not have it")
-    return tiny.build(model_type, attention).double()
+    model = tiny.build(model_type, attention).double()
+    builders = vars(sys.modules[type(find_stack(model)).__module__])
+    if "create_bidirectional_mask" in builders and "create_causal_mask" not in builders:
+        pytest.skip("this transformers masks it as an encoder, whatever its config says")  # rembert in 5.17
+    return model
 
 
 def shared(model: nn.Module) -> nn.Module:

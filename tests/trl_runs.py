@@ -6,13 +6,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:  # absent where nothing but models is asked for
+    from datasets import Dataset
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 QUESTIONS = [f"Of the numbers {a} and {a * 7 % 23}, which is larger? Answer:" for a in range(3, 27)]
@@ -65,10 +67,14 @@ def saved(family: str, folder: str) -> str:
 
 
 def prompts() -> Dataset:
+    from datasets import Dataset
+
     return Dataset.from_list([{"prompt": question} for question in QUESTIONS])
 
 
 def preferences() -> Dataset:
+    from datasets import Dataset
+
     rows = [{"prompt": x, "chosen": f" {x[7]} it is", "rejected": f" not {x[-12:]}"} for x in QUESTIONS]
     return Dataset.from_list(rows)
 

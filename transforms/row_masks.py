@@ -48,7 +48,8 @@ class BuiltMask:
             return rows.mask
         builder = getattr(masking_utils, self.builder)
         skip = {} if self.may_skip else {"allow_is_causal_skip": False}
-        return builder(config=config, inputs_embeds=hidden, attention_mask=rows.mask, cache=None, **skip)
+        # By place, as the cache goes by another name in each version: config, embeddings, attention mask, cache.
+        return builder(config, hidden, rows.mask, None, **skip)
 
 
 @dataclass(frozen=True)

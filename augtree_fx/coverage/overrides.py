@@ -224,6 +224,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n": {"text_config": _GEMMA_3N},
     "gemma3n_text": _GEMMA_3N,
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4_unified_assistant": {"text_config": {}},  # transformers 5.17 has none by default
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA_2, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},  # with one expert a token its router has no gradient

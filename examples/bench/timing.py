@@ -88,12 +88,15 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Device, Python and package versions; ``None`` where a package is not installed."""
+    """Device, Python and package versions; ``None`` where a package is not installed.
+
+    The version of torch is its own, which names the build (``+cu130``), as metadata of an installed package may not.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found: dict[str, str | None] = {"device": name, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            found[package] = torch.__version__ if package == "torch" else importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found

@@ -7,8 +7,8 @@ name.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed
@@ -59,10 +59,16 @@ class TorchContextParallel(Contender):
             held = numbers.cpu().numpy().copy()
         return Shard.of(rollout, held, device, (mesh, length), reuse=False)
 
-    def active(self, shard: Shard) -> AbstractContextManager[Any]:
+    @contextmanager
+    def active(self, shard: Shard) -> Iterator[None]:
         """Replaces sdpa; the buffer is there for the length of a row, which decides on load balancing."""
         mesh, length = shard.plan
-        return context_parallel(mesh, buffers=[shard.row_token.new_empty(length)], buffer_seq_dims=[0])
+        replaced = context_parallel(mesh, buffers=[shard.row_token.new_empty(length)], buffer_seq_dims=[0])
+        replaced.__enter__()
+        try:
+            yield
+        finally:  # torch 2.11 puts sdpa back only if it is told of no exception; later contenders would run in the ring
+            replaced.__exit__(None, None, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, scale: float, kernel: str) -> Tensor:
         """See `Contender.attend`; ``kernel`` is not used.
