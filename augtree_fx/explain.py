@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from augtree_fx import kernels
 from augtree_fx.costs import attention_heads
-from augtree_fx.dtensor_ops.lanes import LanePlan
+from augtree_fx.dtensor_ops.lanes import LanePlan, check_lanes
 from augtree_fx.kernels import flash_attn_4, whole_tree
 from augtree_fx.kernels.problem import Problem
 from augtree_fx.layout import TreeLayout
@@ -187,7 +187,7 @@ def explain(
 
     Raises:
         TypeError, NotImplementedError: not a decoder of transformers.
-        ValueError: a batch that cannot be read (see `TreeLayout.from_padded`).
+        ValueError: a batch that cannot be read (see `TreeLayout.from_padded`), or lanes that do not partition it.
     """
     stack = find_stack(model)
     transformed = is_installed(stack)
@@ -211,13 +211,10 @@ def explain(
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
         if state.lanes is not None:
-            chosen = state.lanes.choose(layout, state.lanes.num_ranks)
+            chosen = state.lanes.plans(layout)
+            check_lanes(chosen, state.lanes.num_ranks, layout.num_rows)
             limits = wave_limits(chosen, state.max_wave_tokens)
-            moves = state.lanes.schedule
-            lanes = tuple(
-                replace(lane, wave_tokens=most, schedule=lane.schedule or moves)
-                for lane, most in zip(chosen, limits, strict=True)
-            )
+            lanes = tuple(replace(lane, wave_tokens=most) for lane, most in zip(chosen, limits, strict=True))
             if isinstance(state.lanes.choose, PlannedLanes):
                 planned = state.lanes.choose.last
         elif state.planned is not None:

@@ -6,6 +6,7 @@ rank 1   P | w w -      in place of what is missing: one token that nobody sees,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,21 @@ def groups_of(module: nn.Module) -> list[Any]:
     if not distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
     for inner in module.modules():
-        for parameter in inner.parameters() if isinstance(inner, FSDPModule) else ():
-            if isinstance(parameter, DTensor):
-                return list(parameter.device_mesh.get_all_groups())
+        for parameter in _sharded_parameters(inner) if isinstance(inner, FSDPModule) else ():
+            return list(parameter.device_mesh.get_all_groups())
     return []
+
+
+def _sharded_parameters(module: Any) -> Iterator[Any]:
+    """Of a module that FSDP2 wraps, as they are while sharded.
+
+    The module itself has whole ones from a forward on that leaves them gathered, which the last module's does.
+    """
+    state = vars(module._get_fsdp_state())
+    for group in state.get("_fsdp_param_groups") or [state.get("_fsdp_param_group")]:  # one in older torch
+        yield from () if group is None else (each.sharded_param for each in group.fsdp_params)
 
 
 def pad_to_all(plan: Stage, groups: list[Any]) -> None:

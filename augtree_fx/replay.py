@@ -144,7 +144,7 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
-            self._runner.agree_on_batch(self._predictions)
+            self._runner.agree_on_batch(self._predictions, in_budget=self._memory is not None)
             if self._memory is not None:
                 self._max_wave_tokens = self._runner.wave_tokens(self._memory)
             elif self._max_wave_tokens is None:

@@ -269,12 +269,16 @@ class StageRunner:
             found.register_hook(lambda _: _gather_parameters(self._sharded))
         return found[0]
 
-    def agree_on_batch(self, predictions: Predictions) -> None:
+    def agree_on_batch(self, predictions: Predictions, *, in_budget: bool) -> None:
         """Under a mesh: raise RuntimeError unless all ranks run one layout, scored alike, with the same settings."""
         if self.state.lanes is not None:
             batch = described(self.stack, self.state, self.state.lanes, self.layout)
             scored = digest(predictions.row, predictions.index)
-            self.agree("a prefill", {**batch, "scored tokens": scored, "activations": self.dormant})
+            waves = "memory=" if in_budget else "tokens"
+            self.agree(
+                "a prefill",
+                {**batch, "scored tokens": scored, "activations": self.dormant, "waves are sized by": waves},
+            )
 
     def agree(self, what: str, described: dict[str, Any]) -> None:
         """Under a mesh: raise RuntimeError unless all ranks say the same."""

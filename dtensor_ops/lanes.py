@@ -238,6 +238,17 @@ class Lanes:
         """Whether the choice of lanes may ask for waves."""
         return self._one_lane is None
 
+    def plans(self, layout: TreeLayout) -> tuple[LanePlan, ...]:
+        """What was chosen for a batch, with schedules where lanes do not say it, before `check_lanes`.
+
+        Raises:
+            ValueError: they are no lanes.
+        """
+        chosen = self.choose(layout, self.num_ranks)
+        if not isinstance(chosen, Sequence) or not all(isinstance(each, LanePlan) for each in chosen):
+            raise ValueError(f"lanes must give a list of LanePlan, got {chosen!r}")
+        return tuple(replace(plan, schedule=plan.schedule or self.schedule) for plan in chosen)
+
     def divide(self, layout: TreeLayout, subtree: Callable[[tuple[int, ...]], TreeLayout]) -> Division:
         """A batch that all ranks of the axis know, divided among lanes.
 
@@ -249,10 +260,7 @@ class Lanes:
             ValueError: the lanes that were chosen do not partition ranks and rows.
             RuntimeError: ranks chose other lanes.
         """
-        chosen = self.choose(layout, self.num_ranks)
-        if not isinstance(chosen, Sequence) or not all(isinstance(each, LanePlan) for each in chosen):
-            raise ValueError(f"lanes must give a list of LanePlan, got {chosen!r}")
-        plans = tuple(replace(plan, schedule=plan.schedule or self.schedule) for plan in chosen)
+        plans = self.plans(layout)
         if self._one_lane is None:  # whatever a caller's function goes by; ours goes by batch and settings
             self.host.agree("lanes of a batch", {f"lane {n}": plan.described for n, plan in enumerate(plans)})
         check_lanes(plans, self.num_ranks, layout.num_rows)
@@ -279,9 +287,10 @@ def check_lanes(plans: Sequence[LanePlan], num_ranks: int, num_rows: int) -> Non
     """Raise ValueError unless lanes partition ranks and rows, and their schedules and waves can be."""
     ranks = sorted(rank for plan in plans for rank in plan.ranks)
     rows = sorted(row for plan in plans for row in plan.rows)
-    if ranks != list(range(num_ranks)) or any(list(plan.ranks) != sorted(plan.ranks) for plan in plans):
+    ascending = all(plan.ranks and list(plan.ranks) == sorted(plan.ranks) for plan in plans)
+    if ranks != list(range(num_ranks)) or not ascending:
         raise ValueError(
-            f"lanes must partition {num_ranks} ranks, each in ascending order, got {[p.ranks for p in plans]}"
+            f"lanes must partition {num_ranks} ranks, each some in ascending order, got {[p.ranks for p in plans]}"
         )
     if rows != list(range(num_rows)):
         raise ValueError(f"lanes must partition {num_rows} rows, got {[plan.rows for plan in plans]}")

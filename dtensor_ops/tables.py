@@ -35,9 +35,9 @@ _UNLIKE = 1013
 MOST_APART = 3
 # Keys that are copied for that, over the tokens of a rank's share: less than an MLP's activations, a layer at a time.
 MOST_COPIED = 3
-# The same of keys that were gathered from all ranks, over these: a prompt's own queries see it once in all, responses
-# once. Calls are then as many on any number of ranks.
-MOST_COPIED_OF_GATHERED = 2
+# The same where keys of all ranks are attended to at once, over the tokens of a rank's share, or over all of these keys,
+# whatever is more: queries of a prompt see it once in all, those of its responses once.
+MOST_COPIED_AT_ONCE, MOST_COPIED_OF_GATHERED = 6, 2
 
 
 class KeyTables(NamedTuple):
@@ -246,7 +246,7 @@ def whole_path(shards: Shards, rank: int, schedule: str) -> WholePath:
     remote: tuple[KeyTables, ...] = ()
     visiting: tuple[KeyTables, ...] = ()
     if schedule == GATHER_KV and others:
-        copied = max(most, MOST_COPIED_OF_GATHERED * ranks * sizes.keys)
+        copied = max(MOST_COPIED_AT_ONCE * shards.share, MOST_COPIED_OF_GATHERED * ranks * sizes.keys)
         remote = (_tables([], _runs(shards, mine, anywhere, 0), copied, device),)
     elif schedule == MOVE_Q:
         prompts = [number for number in mine if shards.layout.level[shards.node[number]] == 0]

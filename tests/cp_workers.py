@@ -126,11 +126,16 @@ def own_rows(batch: families.Batch, rank: int, ranks: int, lonely: bool) -> fami
     """A rank's rows: every so many-th, so that each group is on all ranks; one rank may have none but one."""
     mine = [row for row in range(len(batch.tokens)) if row % ranks == rank]
     mine = mine[:1] if lonely else mine
-    index = torch.tensor(mine)
+    return rows_of(batch, mine)
+
+
+def rows_of(batch: families.Batch, some: list[int]) -> families.Batch:
+    """Some rows of a batch."""
+    index = torch.tensor(some)
     return families.Batch(
         batch.input_ids[index], batch.attention_mask[index],
         None if batch.position_ids is None else batch.position_ids[index],
-        *([values[row] for row in mine] for values in (batch.tokens, batch.column, batch.position)),
+        *([values[row] for row in some] for values in (batch.tokens, batch.column, batch.position)),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import families
+import pytest
 import torch
 from attention_reference import Site
 from cp_workers import attention_errors, averaged, halves, model_and_truth, own_rows, parallel_model, state_of
@@ -199,15 +200,15 @@ def without_rows_errors() -> tuple[dict[str, float], str]:
     return errors, "no error"
 
 
-def lanes_error(given: Any) -> str:
-    """What is said when the caller's function gives no lanes."""
+def lanes_errors(given: Any) -> tuple[str, str]:
+    """What a forward and `explain` say when the caller's function gives no lanes."""
     plain, batch, _ = model_and_truth("llama", 2, "right")
     model = parallel_model(plain, lanes=lambda *_: given)
-    try:
+    with pytest.raises(ValueError) as of_forward:
         model(**batch.inputs(), use_cache=False)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    with pytest.raises(ValueError) as of_explain:
+        augtree_fx.explain(model, batch.input_ids, batch.attention_mask)
+    return str(of_forward.value), str(of_explain.value)
 
 
 def errors_after_an_error(schedule: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 from attention_reference import Site
 from cp_workers import halves, model_errors, pooled_errors
@@ -14,7 +15,7 @@ from fault_workers import (
     dies,
     disagreements,
     errors_after_an_error,
-    lanes_error,
+    lanes_errors,
     late,
     partition_errors,
     planted_errors,
@@ -25,6 +26,7 @@ from fault_workers import (
 from ranks import Ranks
 from test_cp_attention import EXACT, groups
 
+from augtree_fx.dtensor_ops.lanes import LanePlan
 from augtree_fx.dtensor_ops.schedules import SCHEDULES
 
 World = Callable[[int], Ranks]
@@ -171,5 +173,11 @@ def test_a_rank_without_rows_computes_a_share_of_the_others(worlds: World) -> No
 
 @pytest.mark.parametrize("given", [None, ["all"]])
 def test_lanes_that_are_none(worlds: World, given: Any) -> None:
-    for text in worlds(1).run(lanes_error, given):
-        assert f"lanes must give a list of LanePlan, got {given!r}" in text
+    for texts in worlds(1).run(lanes_errors, given):
+        assert all(f"lanes must give a list of LanePlan, got {given!r}" in text for text in texts)
+
+
+def test_a_lane_without_ranks(worlds: World) -> None:
+    given = [LanePlan((0,), tuple(range(len(families.rollout(2)))), None), LanePlan((), (), None)]
+    for texts in worlds(1).run(lanes_errors, given):
+        assert all("lanes must partition 1 ranks, each some in ascending order, got [(0,), ()]" in x for x in texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,12 +18,14 @@ from cp_workers import (
     model_errors,
     parallel_model,
     pooled_errors,
+    rows_of,
     sharded_errors,
     state_of,
 )
 from fault_workers import said
 from ranks import Ranks
 from test_cp_models import EXACT, Case, assert_exact
+from test_parallel_wrappers import fsdp2, step, whole
 from torch import distributed
 
 import augtree_fx
@@ -85,6 +88,32 @@ LANE_CASES += [
     for lanes in (uneven_waves, waves_of_one, one_without_rows)
 ]
 
+
+def lonely_rows() -> dict[str, float]:
+    """FSDP2 over a lane without rows and one whose rows share nothing, so that no prompt comes before its waves."""
+    plain, batch, _ = model_and_truth("llama", 2, "right")
+    first = {tokens[0].item(): row for row, tokens in enumerate(batch.tokens)}
+    apart = rows_of(batch, list(first.values()))
+    truth = families.reference(plain, apart)
+    model = parallel_model(plain, one_without_rows, fsdp2)
+    assert len(first) > 2
+    return families.errors(step(model, apart, list(truth.gradients)), truth)
+
+
+def gathered() -> tuple[dict[str, float], int]:
+    """FSDP2 that leaves all parameters gathered after a forward; another forward follows, then one backward."""
+    plain, batch, truth = model_and_truth("llama", 2, "right")
+    model = parallel_model(plain, uneven_waves, functools.partial(fsdp2, reshard_after_forward=False))
+    with torch.no_grad():
+        model(**batch.inputs(), use_cache=False)
+    before = state_of(model).trained.waves
+    mean = sum(model(**batch.inputs(), use_cache=False).logits for _ in range(2)) / 2
+    families.objective(batch.rows_of(mean), batch.tokens).backward()
+    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    logits = [row.detach() for row in batch.rows_of(mean)]
+    return families.errors(families.Result(logits, found), truth), state_of(model).trained.waves - before
+
+
 # Families that up-cast to float32 do so where autograd computes waves again: 2^-24 a term, some hundred terms, divided
 # by gradients a hundredth of the largest.
 ROUNDED = 2e-5
@@ -98,6 +127,15 @@ def test_outputs_and_gradients(ranks: Ranks) -> None:
 def test_lanes_go_through_waves_of_their_own(worlds: Callable[[int], Ranks]) -> None:
     """Lanes with and without waves beside each other, also where FSDP2 shards the model over all of them."""
     assert_exact(worlds(3), LANE_CASES)
+
+
+def test_lanes_under_fsdp2_run_as_many_forwards(worlds: Callable[[int], Ranks]) -> None:
+    """Where one has no rows and no other has a prompt, and where FSDP2 keeps parameters gathered."""
+    for errors in worlds(3).run(lonely_rows):
+        assert max(errors.values()) <= EXACT, errors
+    for rank, (errors, waves) in enumerate(worlds(3).run(gathered)):
+        assert max(errors.values()) <= EXACT, errors
+        assert (waves > 0) == (rank != 2)
 
 
 @pytest.mark.slow

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from ranks import Ranks
 from test_parallel_wrappers import fsdp2, whole
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from wave_reference import FREE, Case, Found, by_rows, deep_rows, errors, groups_case, in_waves, padded_case, run_of
 
 import augtree_fx
-from augtree_fx import lockstep
+from augtree_fx import TreeLayout, lockstep
+from augtree_fx.dtensor_ops.lanes import LanePlan
 from augtree_fx.waves import Stage
 
 EXACT = 1e-10
@@ -151,6 +153,27 @@ def refused() -> str:
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def lanes_raise() -> str:
+    """What each rank says, each an axis of its own, when the caller's function raises on one of them."""
+    rank, mesh = distributed.get_rank(), init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "cp"))
+
+    def lanes(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+        return [{0: LanePlan((0,), tuple(range(layout.num_rows)), None, 16)}[rank // 2]]
+
+    model = fsdp2(augtree_fx.transform(without_upcasts("llama"), costs=FREE, mesh=mesh["cp"], lanes=lanes))
+    try:
+        model(**padded(rollout(2), "right").inputs(), use_cache=False)
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_lanes_that_raise_on_one_rank(three: Ranks) -> None:
+    first, second, third = three.run(lanes_raise)
+    assert first == second and third == "KeyError: 1"
+    assert "RuntimeError: ranks that shard a model run the same forwards, and rank 2 of them cannot run" in first
 
 
 def test_a_batch_that_is_refused_on_one_rank(three: Ranks) -> None:

@@ -48,9 +48,9 @@ def needs_waves(division: Division, limits: Sequence[int | None]) -> bool:
 
 
 def cut_of(tree: TreeLayout, limit: int | None) -> Stage:
-    """A lane's tree in stages and waves; all of it in one pass where its branches fit at once."""
+    """A lane's tree in stages and waves; all of it in one pass where its branches fit at once, or nothing is there."""
     if limit is None or branch_tokens(tree) <= limit:
-        return Stage(np.arange(tree.num_nodes))
+        return Stage(np.arange(tree.num_nodes), idle=tree.num_nodes == 0)
     return plan_waves(tree, limit)
 
 

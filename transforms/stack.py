@@ -191,7 +191,7 @@ def _pack_now(
             packed = _pack(stack, state, original, given, groups)
         if packed is None and state.counts.batches == num_counted and not has_cache(given):
             state.counts.add_rows(num_tokens_of(given))  # refused before its rows were read
-    except (ValueError, RuntimeError):
+    except Exception:  # also what a caller's function raises that chooses lanes
         give_up(groups)
         raise
     if not in_waves:
