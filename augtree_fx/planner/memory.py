@@ -79,7 +79,7 @@ class MemoryModel:
         return self.fixed_bytes + per_rank + running + gathered
 
     def peak_of_lane(self, inner: float, leaf: float, degree: int, *, waved: bool) -> float:
-        """`peak_bytes` of a single lane, to the bit: for packing, which asks unit by unit, where arrays are far slower."""
+        """`peak_bytes` of a single lane, to the bit: packing asks unit by unit, and arrays are far slower at that."""
         per_rank = inner / degree * (self.kept_bytes + waved * self.kv_bytes) + leaf / degree * self.kept_bytes
         running = (max(inner, leaf) if waved else inner + leaf) / degree * self.layer_bytes
         gathered = max(inner, leaf) * self.gathered_bytes if degree > 1 else 0.0
