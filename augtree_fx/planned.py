@@ -32,7 +32,7 @@ class PlannedLanes:
     planner: Planner
     model: ModelShape
     last: Plan | None = None
-    _said: set[str] = field(default_factory=set)
+    _said: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(planner: Planner, config: Any) -> PlannedLanes:
@@ -79,8 +79,9 @@ class PlannedLanes:
         found = memory.wave_tokens(inner, degree)
         if not found:
             self._say_once(
+                degree,
                 f"a lane of {degree} ranks has {inner} prompt tokens, which one forward keeps and which leave no "
-                "memory for a response; pass fewer groups, or take more ranks"
+                "memory for a response; pass fewer groups, or take more ranks",
             )
         return max(found, 1)
 
@@ -91,9 +92,9 @@ class PlannedLanes:
         self.last = self.planner.plan(shape, self.model, world_size=num_ranks, forward_only=forward_only)
         return self.last
 
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _say_once(self, degree: int, message: str) -> None:
+        if degree not in self._said:  # lengths differ from batch to batch
+            self._said.add(degree)
             logger.warning("augtree-fx: %s", message)
 
 

@@ -133,7 +133,12 @@ def test_one_process_needs_no_torchrun_and_an_earlier_run_is_predicted_anew(tmp_
     assert status == 0 and "1 of 1 batches measured" in printed
     assert [row["step_ms"] for row in new] == [row["step_ms"] for row in old]
     assert [row["predicted_ms"] for row in new] == pytest.approx([row["predicted_ms"] for row in old])
+    bench([*again[:-1], "--json", str(second)])  # on the machine of that run
+    assert [row["predicted_ms"] for row in json.loads(second.read_text())["cases"][0]["rows"]] == pytest.approx(
+        [row["predicted_ms"] for row in old]
+    )
     bench([*again, "h200", "--json", str(second)])
+    assert json.loads(second.read_text())["hardware"] == "h200"
     assert json.loads(second.read_text())["cases"][0]["rows"][0]["predicted_ms"] != old[0]["predicted_ms"]
 
 

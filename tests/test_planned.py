@@ -129,6 +129,7 @@ def test_waves_fit_beside_the_prompts() -> None:
 def test_prompts_without_room_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     chosen, layout = small_machine(800, 0), layout_of([(800, [5, 6])] * 8)
     assert [chosen.wave_tokens(layout) for _ in range(2)] == [1, 1]
+    assert chosen.wave_tokens(layout_of([(800, [5, 6])] * 9)) == 1  # longer, and no news
     said = [record for record in caplog.records if "leave no memory for a response" in record.message]
     assert chosen.last is not None and len(said) == 1 and "6400 prompt tokens" in said[0].message
 

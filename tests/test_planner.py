@@ -24,6 +24,7 @@ from planner_shapes import BIG, SMALL, forests
 
 from augtree_fx.planner import Execution, Hardware, Plan, Planner, ReplayShape, Schedule
 from augtree_fx.planner.alternatives import alternatives
+from augtree_fx.planner.figure import stretches
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.placement import even_placement, merged, placements
 from augtree_fx.planner.pricing import best_of, bounds
@@ -325,6 +326,14 @@ def test_tables_json_and_figure(tmp_path: Path) -> None:
     assert drawn.count("<path") > 8
     with pytest.raises(ValueError, match="a plan has the tables candidates, lanes, groups, ranks, got 'waves'"):
         plan.table("waves")
+
+
+@quick
+@given(forests(), WORLDS)
+def test_timelines_have_all_of_a_step(shape: ReplayShape, world: int) -> None:
+    plan = Planner(bucketed=False).plan(shape, SMALL, world_size=world)
+    for lane in plan.lanes:
+        assert sum(span for _, span in stretches(lane, plan.total_us)) == pytest.approx(plan.total_us, rel=1e-6)
 
 
 def test_what_does_not_fit_says_what_would() -> None:

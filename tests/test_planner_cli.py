@@ -126,6 +126,16 @@ def test_lengths_that_cannot_be(line: object, tmp_path: Path, capsys: pytest.Cap
         assert "line 2 of" in said and "prompts must have at least 1 token, responses none below 0" in said
 
 
+@pytest.mark.parametrize(("tokens", "message"), [("1e999", "line 1 of"), ("1" + 30 * "0", "than 64 bits hold")])
+def test_lengths_beyond_all_bounds(
+    tokens: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "work.jsonl"
+    file.write_text(f'{{"prompt_tokens": {tokens}, "response_tokens": [3]}}')
+    for command in ("plan", "simulate"):
+        assert message in usage_error([command, "--world", "2", "--workload", str(file)], capsys)
+
+
 def test_numbers_below_what_they_can_be(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     for option, value in (("--prompt", "-5"), ("--groups", "0"), ("--limit", "x"), ("--world", "-3")):
         assert f"at least 1, got {value!r}" in usage_error([*PLAN, option, value], capsys)
@@ -150,6 +160,11 @@ def test_simulate(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ours, *theirs = result["outcomes"]
         least = {1: 1.2, 4: 1.0}[result["world"]] * ours["simulated_ms"]  # on four ranks all wait for their hosts
         assert all(one["simulated_ms"] >= least for one in theirs if "reuse" not in one["name"])
+
+
+def test_figures_of_simulate_need_a_folder(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--workload", workload, "--world", "2", "--model", "Qwen3-0.6B", "--steps", "1"]
+    assert "No such file" in usage_error([*arguments, "--json", "/nowhere/figures.json"], capsys)
 
 
 def test_simulate_needs_a_workload(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from augtree_fx.planner import Execution, ModelShape, Plan, Planner, ReplayShape
 from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.known_models import CONFIGS
 from augtree_fx.planner.loads import loads_of
+from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.placement import placements
 from augtree_fx.planner.pricing import bounds, refine
 from augtree_fx.planner.profiles import profile
@@ -166,3 +167,10 @@ def test_experts_read_fewer_rows_each() -> None:
     times = [Planner().plan(shape, model, world_size=8).lanes[0].terms["linear_us"] for model in (sparse, dense)]
     assert times[0] < times[1] / 3
     assert sparse.expert_weights * sparse.num_layers < sparse.total_weights / 10
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 1 << 30), st.sampled_from([1, 2, 3, 64]), st.booleans(), st.booleans())
+def test_peaks_of_one_lane_are_those_of_many(inner: int, leaf: int, degree: int, waved: bool, forward: bool) -> None:
+    memory = MemoryModel.of(Planner().costs(BIG, world_size=64, forward_only=forward))
+    expected = float(memory.peak_bytes(inner, leaf, degree, waved=waved))
+    assert memory.peak_of_lane(float(inner), float(leaf), degree, waved=waved) == expected

@@ -77,11 +77,41 @@ def test_bucket_edges_are_geometric_and_hold_powers_of_two() -> None:
         ([-1, 1], [5, 5], "level-major"),
         ([-1, 0], [0, 5], "a root must have at least 1 token .* got 0 at node 0"),
         ([-1, 0], [1, -5], "other nodes at least 0, got -5 at node 1"),
+        ([-1, 0], [1, (1 << 40) + 1], "at most 1099511627776 tokens, got 1099511627777 at node 1"),
+        ([-1, 0], [1, 1 << 64], "at most 1099511627776 tokens, got more than 64 bits hold"),
     ],
 )
 def test_bad_nodes(parent: list[int], length: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReplayShape.from_nodes(parent, length)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"num_rows": [1, 0, 0]}, r"num_rows must be one number a node, .* got \[1, 0, 0\] for 2 nodes"),
+        ({"num_rows": [2, -1]}, "none below 0"),
+        ({"num_rows": [0, 0]}, "at least one above"),
+        ({"scored_tokens": [3]}, "scored_tokens must be one number a node"),
+        ({"scored_tokens": [0, 4]}, r"from 0 to its length, got \[0, 4\] for lengths \[5, 3\]"),
+        ({"scored_tokens": [-1, 0]}, "from 0 to its length"),
+    ],
+)
+def test_bad_counts(counts: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReplayShape.from_nodes([-1, 0], [5, 3], **counts)  # type: ignore[arg-type]
+
+
+def test_a_shape_leaves_arrays_to_their_owner() -> None:
+    parent, length = np.array([-1, 0]), np.array([5, 3])
+    shape = ReplayShape.from_nodes(parent, length, num_rows=length, scored_tokens=length)
+    length[0] = 9
+    assert shape.length.tolist() == shape.num_rows.tolist() == shape.scored_tokens.tolist() == [5, 3]
+
+
+def test_the_longest_nodes_have_a_bucket() -> None:
+    longest = ReplayShape.from_groups([1 << 40], [[1 << 40]])
+    assert longest.bucketed() == longest
 
 
 def test_bad_groups() -> None:
@@ -143,6 +173,33 @@ def test_model_from_a_config_file(tmp_path: Path) -> None:
     assert ModelShape.from_config(tmp_path / "config.json").vocab_size == 96
     with pytest.raises(FileNotFoundError, match="config must be a config.json or its folder, found no file '/nowhere'"):
         ModelShape.from_config("/nowhere")
+
+
+def test_a_config_file_may_leave_out_what_is_a_default(tmp_path: Path) -> None:
+    """As gemma's on the Hub do: windows by layer, and most sizes of the text model of a vision-language one."""
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**sizes, "model_type": "gemma2", "num_hidden_layers": 4, "sliding_window": 32}))
+    assert ModelShape.from_config(file).windows == ((None, 2), (32, 2))
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 6, "sliding_window": 32}
+    shape = ModelShape.from_config({"model_type": "gemma3", "text_config": text})
+    default = Gemma3TextConfig()
+    assert (shape.num_heads, shape.vocab_size) == (default.num_attention_heads, default.vocab_size)
+    assert shape.windows == ((None, 1), (32, 5))
+
+
+def test_experts_and_layers_by_other_names() -> None:
+    experts = ModelShape.from_config({**SIZES, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32})
+    assert (experts.num_experts, experts.experts_per_token) == (8, 2)
+    each = ModelShape.from_config({**SIZES, "intermediate_size": [128, 128, 128]})
+    assert each == ModelShape.from_config(SIZES)
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="num_hidden_layers of a config must be at least 1, got 0"):
+        ModelShape.from_config({**SIZES, "num_hidden_layers": 0})
+    with pytest.raises(ValueError, match="multiple of key heads, got 4 and two"):
+        ModelShape.from_config({**SIZES, "num_key_value_heads": "two"})
 
 
 def test_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:

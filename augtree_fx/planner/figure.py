@@ -10,21 +10,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = {"prefill": "#1b7f5c", "replay": "#4c78a8", "transfer": "#d98c21", "weights": "#9c6ade", "idle": "#e8ebee"}
+_COLORS = {"prefill": "#1b7f5c", "replay": "#4c78a8", "transfer": "#d98c21", "host": "#b8566b",
+           "weights": "#9c6ade", "idle": "#e8ebee"}  # fmt: skip
 _MAX_LANES = 64
 _MIN_LABEL = 0.055  # narrower stretches, as a fraction of the step, carry no text
 
 
 def stretches(lane: Lane, total_us: float) -> list[tuple[str, float]]:
-    """What a lane does one after another, in microseconds: prefill, replay, transfers it waits for, weights, idle."""
+    """What a lane does one after another, in microseconds; waits only where nothing hides them."""
     terms = lane.terms
     tokens = lane.prompt_tokens + lane.response_tokens
     share = lane.prompt_tokens / tokens if tokens else 0.0
     prefill = terms["linear_us"] * share + terms["prefill_attention_us"]
     replay = terms["linear_us"] * (1 - share) + terms["replay_attention_us"] + terms["merge_us"] + terms["head_us"]
     waits = terms["prefill_exposed_us"] + terms["exposed_us"]
-    spans = [("prefill", prefill), ("replay", replay), ("transfer", waits), ("weights", terms["weights_us"])]
-    return [*spans, ("idle", max(total_us - lane.total_us, 0.0))]
+    spans = [("prefill", prefill), ("replay", replay), ("transfer", waits), ("host", terms["host_us"])]
+    return [*spans, ("weights", terms["weights_us"]), ("idle", max(total_us - lane.total_us, 0.0))]
 
 
 def figure(plan: Plan) -> Figure:

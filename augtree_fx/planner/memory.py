@@ -78,6 +78,13 @@ class MemoryModel:
         gathered = np.where(degree > 1, np.maximum(inner, leaf) * self.gathered_bytes, 0.0)
         return self.fixed_bytes + per_rank + running + gathered
 
+    def peak_of_lane(self, inner: float, leaf: float, degree: int, *, waved: bool) -> float:
+        """`peak_bytes` of a single lane, to the bit: packing asks unit by unit, and arrays are far slower at that."""
+        per_rank = inner / degree * (self.kept_bytes + waved * self.kv_bytes) + leaf / degree * self.kept_bytes
+        running = (max(inner, leaf) if waved else inner + leaf) / degree * self.layer_bytes
+        gathered = max(inner, leaf) * self.gathered_bytes if degree > 1 else 0.0
+        return self.fixed_bytes + per_rank + running + gathered
+
     def surely_fits(self, tokens: float) -> bool:
         """Whether so many tokens fit on a rank whatever the lane and the schedule are: quickly asked, never wrong."""
         most = self.kept_bytes + self.kv_bytes + self.layer_bytes + self.gathered_bytes
@@ -85,7 +92,7 @@ class MemoryModel:
 
     def wave_tokens(self, inner: float, degree: int) -> int:
         """Most branch tokens of a lane that fit at once beside its prompts, 0 if not even those fit."""
-        free = self.limit_bytes - float(self.peak_bytes(inner, 0, degree, waved=True))
+        free = self.limit_bytes - self.peak_of_lane(inner, 0.0, degree, waved=True)
         if free <= 0:
             return 0
         # Every branch token costs at most this; the running layer's and the gathered part of prompts is counted twice.

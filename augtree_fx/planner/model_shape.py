@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class ModelShape:
         layers, hidden = _number(values, "num_hidden_layers"), _number(values, "hidden_size")
         heads = _number(values, "num_attention_heads")
         kv_heads = values.get("num_key_value_heads") or heads
-        if heads % kv_heads:
+        if not isinstance(kv_heads, int) or heads % kv_heads:
             raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}; see the config")
         latent, rope = values.get("kv_lora_rank"), values.get("qk_rope_head_dim") or 0
         head_dim = values.get("head_dim") or hidden // heads
@@ -150,7 +151,7 @@ class _Mlp:
 
 def _values(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
-        return dict(config)
+        return _filled(config)
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
@@ -162,14 +163,26 @@ def _values(config: Any) -> dict[str, Any]:
             raise ValueError(f"a config must be JSON, {str(path)!r} is not: {error}") from error
         if not isinstance(values, Mapping):
             raise ValueError(f"a config must be a JSON object, {str(path)!r} holds {type(values).__name__}")
-        return dict(values)
+        return _filled(values)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return dict(text.to_dict())
+
+
+def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with what it leaves out: gemma's windows by layer, sizes of an inner config that are defaults."""
+    from transformers import CONFIG_MAPPING
+
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return dict(values)
+    return _values(CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(values))))
 
 
 def _number(values: Mapping[str, Any], name: str) -> int:
     for alias in _NAMES[name]:
         if isinstance(values.get(alias), int):
+            if values[alias] < 1:
+                raise ValueError(f"{alias} of a config must be at least 1, got {values[alias]}; see the config")
             return int(values[alias])
     raise ValueError(
         f"a config must have {name}, found {sorted(values)[:8]}; pass ModelShape(...) with the numbers themselves"
@@ -187,10 +200,13 @@ def _latent_weights(values: Mapping[str, Any], hidden: int, heads: int, head_dim
 
 def _mlp_weights(values: Mapping[str, Any], hidden: int, layers: int) -> _Mlp:
     inner = values.get("intermediate_size") or 4 * hidden
-    experts = values.get("num_experts") or values.get("num_local_experts") or values.get("n_routed_experts") or 0
+    if isinstance(inner, Sequence):  # one for each layer, as in gemma3n
+        inner = sum(inner) // len(inner)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((values[name] for name in names if values.get(name)), 0)
     if not experts:
         return _Mlp(dense=3 * hidden * inner * layers)
-    per_token = values.get("num_experts_per_tok") or values.get("moe_topk") or 1
+    per_token = values.get("num_experts_per_tok") or values.get("moe_topk") or values.get("moe_k") or 1
     expert = 3 * hidden * (values.get("moe_intermediate_size") or inner)
     dense_layers = len(values.get("mlp_only_layers") or ()) or values.get("first_k_dense_replace") or 0
     shared_inner = values.get("shared_expert_intermediate_size") or 0

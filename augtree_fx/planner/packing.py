@@ -67,7 +67,7 @@ def _joint(placement: Placement, memory: MemoryModel) -> Packing | None:
         for number in range(len(rounds) + 1):
             before = rounds[number] if number < len(rounds) else (0.0, 0.0)
             both = before[0] + inner[unit], before[1] + leaf[unit]
-            needed = float(memory.peak_bytes(*both, degrees[lane], waved=False))
+            needed = memory.peak_of_lane(*both, degrees[lane], waved=False)
             if needed <= memory.limit_bytes:
                 rounds[number : number + 1] = [both]
                 round_of_unit[unit] = number
@@ -103,7 +103,7 @@ def _waved(placement: Placement, memory: MemoryModel) -> Packing | None:
                 wave_of_branch[branches] = found
                 num_waves = max(num_waves, int(found.max()) + 1)
                 most = float(summed(found, tokens[branches], int(found.max()) + 1).max())
-            peak[lane] = max(peak[lane], float(memory.peak_bytes(prompt, most, degree, waved=True)))
+            peak[lane] = max(peak[lane], memory.peak_of_lane(prompt, most, degree, waved=True))
     return Packing(num_rounds, num_waves, round_of_unit, wave_of_branch, peak)
 
 
@@ -117,11 +117,11 @@ def _prompt_rounds(placement: Placement, lane: int, memory: MemoryModel) -> list
     held: list[tuple[float, float]] = []  # prompt tokens and longest branch of each round
     for unit in members.tolist():
         prompt, longest = float(work.inner_tokens[unit]), float(work.longest_leaf[unit])
-        if float(memory.peak_bytes(prompt, longest, degree, waved=True)) > memory.limit_bytes:
+        if memory.peak_of_lane(prompt, longest, degree, waved=True) > memory.limit_bytes:
             return None
         for number, (inner, leaf) in enumerate(held):
             most = max(longest, leaf)
-            prompts = float(memory.peak_bytes(inner + prompt, 0, degree, waved=True)) - memory.fixed_bytes
+            prompts = memory.peak_of_lane(inner + prompt, 0.0, degree, waved=True) - memory.fixed_bytes
             if prompts <= room * (1 - _BRANCH_SHARE) and most <= memory.wave_tokens(inner + prompt, degree):
                 rounds[number].append(unit)
                 held[number] = inner + prompt, most

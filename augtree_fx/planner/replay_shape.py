@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 EDGES_PER_OCTAVE = 8  # bucket edges are 9% apart: a plan is at most that much too long, and on average half of it
 _MAX_OCTAVES = 40
+MAX_TOKENS = 1 << _MAX_OCTAVES
 
 
 def bucket_edges(per_octave: int) -> IntArray:
@@ -114,19 +115,25 @@ class ReplayShape:
         Args:
             parent: index of each node's parent, -1 for roots; level by level, inside a level ordered by parent.
             length: tokens of each node; roots have at least 1.
-            num_rows: rows that end in each node; by default one in each node without children.
-            scored_tokens: tokens whose logits the loss needs; by default all of nodes that have a parent and no
-                children.
+            num_rows: rows that end in each node, at least one in all; by default one in each node without children.
+            scored_tokens: tokens whose logits the loss needs, at most the node's; by default all of nodes that have a
+                parent and no children.
 
         Raises:
-            ValueError: arrays of unequal length, no node, an order that is not level-major, or a length below 0.
+            ValueError: arrays of unequal length, no node or row, an order that is not level-major, or a number out of
+                range: a tree has at most 2**40 tokens.
         """
-        parents, lengths = np.asarray(parent, dtype=np.int64), np.asarray(length, dtype=np.int64)
+        try:
+            parents, lengths = np.array(parent, dtype=np.int64), np.array(length, dtype=np.int64)
+        except OverflowError as error:
+            raise ValueError(f"a node must have at most {MAX_TOKENS} tokens, got more than 64 bits hold") from error
         _check(parents, lengths)
         leaf = np.bincount(parents[parents >= 0], minlength=len(parents)) == 0
         rows = leaf if num_rows is None else num_rows
         scored = np.where(leaf & (parents >= 0), lengths, 0) if scored_tokens is None else scored_tokens
-        return ReplayShape(parents, lengths, np.array(rows, dtype=np.int64), np.array(scored, dtype=np.int64))
+        rows, scored = np.array(rows, dtype=np.int64), np.array(scored, dtype=np.int64)
+        _check_counts(lengths, rows, scored)
+        return ReplayShape(parents, lengths, rows, scored)
 
     @staticmethod
     def from_layout(layout: TreeLayout) -> ReplayShape:
@@ -229,4 +236,20 @@ def _check(parent: IntArray, length: IntArray) -> None:
         raise ValueError(
             f"a root must have at least 1 token and other nodes at least 0, got {int(length[where])} at node {where}; "
             "leave groups without a prompt out"
+        )
+    if length.max() > MAX_TOKENS:
+        where = int(length.argmax())
+        raise ValueError(f"a node must have at most {MAX_TOKENS} tokens, got {int(length[where])} at node {where}")
+
+
+def _check_counts(length: IntArray, num_rows: IntArray, scored_tokens: IntArray) -> None:
+    if num_rows.shape != length.shape or num_rows.min() < 0 or not num_rows.any():
+        raise ValueError(
+            "num_rows must be one number a node, none below 0 and at least one above, got "
+            f"{num_rows[:16].tolist()} for {len(length)} nodes"
+        )
+    if scored_tokens.shape != length.shape or (scored_tokens < 0).any() or (scored_tokens > length).any():
+        raise ValueError(
+            f"scored_tokens must be one number a node, from 0 to its length, got {scored_tokens[:16].tolist()} for "
+            f"lengths {length[:16].tolist()}"
         )

@@ -72,12 +72,12 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx simulate") 
                 outcomes = compare(planner, model, steps, world_size)
                 print(_table(Path(file).stem, planner, model, steps, world_size, outcomes))
                 results.append({"workload": file, "world": world_size, "outcomes": [vars(one) for one in outcomes]})
+        print(f"not simulated: {LEFT_OUT}.")
+        print("The published figures are those of another system on its own model, machine and workloads.")
+        if given.json:
+            Path(given.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"not simulated: {LEFT_OUT}.")
-    print("The published figures are those of another system on its own model, machine and workloads.")
-    if given.json:
-        Path(given.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -47,7 +47,7 @@ def read_groups(path: str | Path) -> list[Group]:
         if line.strip():
             try:
                 groups += map(_checked, _groups_of(json.loads(line), str(number)))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ValueError(
                     f"line {number} of {str(path)!r} must have prompt_tokens and response_tokens, or instructions that "
                     f'do, got {line[:60]!r} ({error}); as in {{"prompt_tokens": 100, "response_tokens": [20, 30]}}'

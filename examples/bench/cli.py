@@ -237,7 +237,10 @@ def add_planner(commands: argparse._SubParsersAction) -> None:
     )
     steps.add_argument("--device", choices=timing.CEILING_SIZE, help="default: cuda")
     steps.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, on the CPU float32")
-    steps.add_argument("--hardware", help="profile, or the JSON that calibrate wrote; default h200, on the CPU cpu")
+    steps.add_argument(
+        "--hardware",
+        help="profile, or the JSON that calibrate wrote; default h200, on the CPU cpu, with --again that of the run",
+    )  # fmt: skip
     steps.add_argument("--kernel", choices=kernels.NAMES, default="auto", help="of attention; default auto")
     steps.add_argument("--checkpointing", choices=["on", "off"], default="on", help="of layers; default on")
     steps.add_argument(
@@ -277,16 +280,16 @@ def _planned_steps(given: argparse.Namespace, parser: argparse.ArgumentParser) -
         cases = [plan_cases.of_shape(name, 2, shape) for name in names for shape in given.shape]
     options = plan_steps.Options(
         cases=[replace(case, layers=given.layers or case.layers) for case in cases if case.model in names],
-        hardware=given.hardware or ("h200" if given.again or device.type == "cuda" else "cpu"),
+        hardware=given.hardware or ("" if given.again else "h200" if device.type == "cuda" else "cpu"),
         dtype=_dtype(given, device), repeats=given.repeats or 3, kernel=given.kernel,
         checkpointing=given.checkpointing == "on", seconds=given.seconds, json=given.json,
     )  # fmt: skip
     if not options.cases:
         parser.error(f"no batch is of model {', '.join(names)}; name another one, or give --shape")
     try:
-        profile(options.hardware)
         if given.again:
             return plan_steps.again(given.again, options)
+        profile(options.hardware)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     with world.joined(device.type, 600, alone=True, turns=given.turns) as ranks:

@@ -43,6 +43,7 @@ class Options:
     """What to measure; see ``--help``.
 
     Attributes:
+        hardware: profile of the prices; empty for `again` with that of the run.
         seconds: no batch is begun after so many.
     """
 
@@ -150,11 +151,13 @@ def again(file: str, options: Options, say: Callable[[str], None] = print) -> in
     """
     try:
         earlier = json.loads(Path(file).read_text(encoding="utf-8"))
-        options = replace(options, checkpointing=earlier["checkpointing"])
+        machine = options.hardware or earlier["hardware"]
+        options = replace(options, checkpointing=earlier["checkpointing"], hardware=machine)
         world_size, cases = earlier["ranks"], earlier["cases"]
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"--again must be the JSON of an earlier --steps, got {file!r} ({error!r})") from error
-    results = timing.Results(options.json, **{k: v for k, v in earlier.items() if k not in ("command", "cases")})
+    about = {k: v for k, v in earlier.items() if k not in ("command", "cases")} | {"hardware": machine}
+    results = timing.Results(options.json, **about)
     planner = Planner(options.hardware, execution=options.execution, bucketed=False)
     for old in cases:
         case = PlanCase(old["model"], old["layers"], old["trees"])
