@@ -35,7 +35,7 @@ _UNLIKE = 1013
 MOST_APART = 3
 # Keys that are copied for that, over the tokens of a rank's share: less than an MLP's activations, a layer at a time.
 MOST_COPIED = 3
-# The same where keys of all ranks are attended to at once, over the tokens of a rank's share, or over all of these keys,
+# The same where keys of all ranks are attended to at once, over the tokens of a rank's share, or over all these keys,
 # whatever is more: queries of a prompt see it once in all, those of its responses once.
 MOST_COPIED_AT_ONCE, MOST_COPIED_OF_GATHERED = 6, 2
 

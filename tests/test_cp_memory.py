@@ -66,7 +66,7 @@ def lived(checkpointing: bool, schedule: str | None) -> list[tuple[int, int, int
     """Peak of one forward and backward, the budget, tokens of a wave, and how the budget was spent."""
     rows = torch.cat([run_of(120, 0).expand(24, -1), torch.stack([run_of(24, n) for n in range(24)])], dim=1)
     found = []
-    for mebibytes in (4.4, 5, 64) if checkpointing else (5.5, 8, 64):
+    for mebibytes in (4.6, 5.2, 64) if checkpointing else (5.7, 8, 64):
         model = large_model(checkpointing, memory=f"{mebibytes}MiB", schedule=schedule).model
         with Live() as live:
             model(rows, use_cache=False).last_hidden_state.square().sum().backward()
@@ -94,7 +94,7 @@ def lived_in_waves(activations: str) -> list[tuple[int, int, int]]:
     model, found = large_model(True), []
     with augtree_fx.prefill(model, layout, memory="64MiB", on_unused="skip", activations=activations) as tree:
         list(tree.waves())  # what happens once: bytes a token are counted
-    for mebibytes in (2.2, 3.0):
+    for mebibytes in (2.4, 3.2):
         model.zero_grad()
         number = 0
         budget = f"{mebibytes}MiB"
