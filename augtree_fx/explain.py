@@ -143,7 +143,7 @@ class Explanation:
                 _span(lane.ranks),
                 len(lane.rows),
                 int(self.layout.row_length[list(lane.rows)].sum()),
-                lane.schedule or "by size",
+                (lane.schedule or "by size") + (", long responses cut" if lane.cut else ""),
                 "all" if lane.wave_tokens is None else f"{lane.wave_tokens} tokens",
             )
             for lane in self.lanes

@@ -103,7 +103,7 @@ def lanes_of(plan: Plan, layout: TreeLayout) -> list[LanePlan]:
     return [
         LanePlan(
             lane.ranks, tuple(mine.tolist()), lane.schedule.value if lane.schedule else None,
-            prefill_schedule=lane.prefill_schedule.value,
+            prefill_schedule=lane.prefill_schedule.value, cut=lane.cut,
         )
         for lane, mine in zip(plan.lanes, rows_of(plan, layout), strict=True)
     ]  # fmt: skip

@@ -36,6 +36,7 @@ class LanePlan:
         wave_tokens: packed tokens of branches that the whole lane has alive at a time; ``None`` for what `transform`
             was told, or all.
         prefill_schedule: who moves while prompts are computed that waves follow; ``None`` for ``schedule``.
+        cut: cut long responses over its ranks, too, see `Shards.of`; otherwise they lie whole on one.
     """
 
     ranks: tuple[int, ...]
@@ -43,6 +44,7 @@ class LanePlan:
     schedule: str | None
     wave_tokens: int | None = None
     prefill_schedule: str | None = None
+    cut: bool = False
 
     @property
     def described(self) -> str:
@@ -50,7 +52,7 @@ class LanePlan:
         rows = f"{len(self.rows)} rows {digest(np.array(self.rows, dtype=np.int64))}"
         moves = self.schedule if self.prefill_schedule is None else f"{self.schedule} after {self.prefill_schedule}"
         waves = "" if self.wave_tokens is None else f", waves of {self.wave_tokens} tokens"
-        return f"ranks {list(self.ranks)}, {rows}, {moves}{waves}"
+        return f"ranks {list(self.ranks)}, {rows}, {moves}{waves}{', long responses cut' if self.cut else ''}"
 
 
 Choose = Callable[[TreeLayout, int], Sequence[LanePlan]]  # of the whole batch's tree, and the number of ranks
@@ -131,7 +133,7 @@ class Division:
     def in_one_pass(self) -> LanePart:
         """What this rank computes if every lane computes its tree at once."""
         parts = [
-            Shards.of(tree, len(plan.ranks), min_chunk_tokens=self.min_chunk_tokens)
+            Shards.of(tree, len(plan.ranks), min_chunk_tokens=self.min_chunk_tokens, cut=plan.cut)
             for tree, plan in zip(self.trees, self.plans, strict=True)
         ]
         share = max(shards.share for shards in parts)

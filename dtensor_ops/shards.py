@@ -1,7 +1,7 @@
 """Which rank of a lane computes which tokens of a tree, and in which order each rank keeps its own.
 
 prompt     |0|1|2|3|        2C chunks; rank r has chunks r and 2C-1-r: equally much causal attention (zigzag)
-branches   a b c d          whole, longest first to the rank with fewest tokens; cut like prompts if too long
+branches   a b c d          whole, longest first to the rank with fewest tokens; cut like prompts if too long, or asked
 
 rank 0     |0|3| a d        keys that others read first, then queries that read others' keys, then the rest
 rank 1     |1|2| c b .      shares are equally long; what is missing is padding, which no kernel sees
@@ -19,6 +19,8 @@ from augtree_fx.trie import IntArray
 
 # A chunk that is shorter than this costs more in launches than an equal share of it saves.
 MIN_CHUNK_TOKENS = 256
+# The same of branches that are cut on request: few tokens of theirs attend to as many keys as many others do.
+MIN_CUT_TOKENS = 32
 # Tokens by which the longest share may exceed the mean one before a branch is cut.
 UNEVEN = 1.05
 
@@ -62,6 +64,7 @@ class Shards:
         *,
         min_chunk_tokens: int = MIN_CHUNK_TOKENS,
         above: tuple[Shards, ...] = (),
+        cut: bool = False,
     ) -> Shards:
         """Cut a tree and give its parts to ranks; every rank that asks gets the same answer.
 
@@ -70,6 +73,7 @@ class Shards:
             num_ranks: ranks that share it, at least 1.
             min_chunk_tokens: shorter chunks are not cut off.
             above: shards of its first nodes, whose keys are there; in node numbers of this tree.
+            cut: cut branches, too, in chunks of `MIN_CUT_TOKENS` and more, so that attention is even as tokens are.
 
         Raises:
             ValueError: ``num_ranks`` or ``min_chunk_tokens`` is below 1.
@@ -77,7 +81,7 @@ class Shards:
         if num_ranks < 1 or min_chunk_tokens < 1:
             raise ValueError(f"ranks and tokens of a chunk must be at least 1, got {num_ranks} and {min_chunk_tokens}")
         before = sum(shards.num_nodes for shards in above)
-        bounds, ranks = _cut(layout, num_ranks, min_chunk_tokens, before)
+        bounds, ranks = _cut(layout, num_ranks, min_chunk_tokens, before, cut=cut)
         for shards in above:
             for number, owner in zip(shards.node.tolist(), shards.rank.tolist(), strict=True):
                 ranks[number].append(owner)
@@ -158,7 +162,7 @@ class Shards:
 
 
 def _cut(
-    layout: TreeLayout, num_ranks: int, min_chunk: int, first_node: int
+    layout: TreeLayout, num_ranks: int, min_chunk: int, first_node: int, *, cut: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Per node from ``first_node`` on the bounds of its pieces, and the rank of each."""
     num_chunks = 2 * num_ranks
@@ -180,13 +184,14 @@ def _cut(
 
     own = np.arange(layout.num_nodes) >= first_node
     divisible = (num_ranks > 1) & (layout.length >= num_chunks * min_chunk) & own
+    asked = (layout.length >= num_chunks * min(min_chunk, MIN_CUT_TOKENS)) & (num_ranks > 1) & cut
     has_branches = np.isin(np.arange(layout.num_nodes), layout.parent)
     for node in np.flatnonzero(has_branches & divisible).tolist():
         put_in_chunks(node)
     most = UNEVEN * int(layout.length[own].sum()) / num_ranks
     rest = np.flatnonzero(own & ~(has_branches & divisible))
     for node in rest[np.argsort(-layout.length[rest], kind="stable")].tolist():
-        if divisible[node] and load.min() + layout.length[node] > most:
+        if asked[node] or (divisible[node] and load.min() + layout.length[node] > most):
             put_in_chunks(node)
         else:
             put_whole(node)

@@ -85,6 +85,11 @@ def halves(layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
     return [LanePlan((num_ranks - 1,), small, MOVE_Q), LanePlan(tuple(range(num_ranks - 1)), large, ROTATE_KV)]
 
 
+def in_pieces(schedule: str, layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
+    """All ranks in one lane, responses cut over them as prompts are."""
+    return [LanePlan(tuple(range(num_ranks)), tuple(range(layout.num_rows)), schedule, cut=True)]
+
+
 def parallel_model(
     model: nn.Module, lanes: Choose | None = None, wrap: Wrap | None = None, **options: Any
 ) -> nn.Module:

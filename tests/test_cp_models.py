@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from cp_workers import halves, layout_errors, model_errors, pooled_errors, sharded_errors, wave_errors
+from cp_workers import halves, in_pieces, layout_errors, model_errors, pooled_errors, sharded_errors, wave_errors
 from ranks import Ranks
 from test_cp_attention import covering
 
@@ -23,6 +24,10 @@ CASES += [
     (model_errors, (name, 3, "left"), {}) for name in ("mistral", "gpt_oss", "deepseek_v3", "gemma3_text", "qwen3_moe")
 ]
 CASES += [(layout_errors, (schedule,), {}) for schedule in SCHEDULES]
+CASES += [
+    (model_errors, ("llama", depth, "right"), {"lanes": partial(in_pieces, schedule)})
+    for depth, schedule in ((2, "rotate_kv"), (3, "gather_kv"), (3, "move_q"))
+]
 CASES += [(pooled_errors, ("llama", 2, "right", lonely), {}) for lonely in (False, True)]
 CASES += [(sharded_errors, (rows,), {}) for rows in ("replicated", "pooled")]
 CASES += [(model_errors, ("llama", 2, "right"), {"checkpointing": True, "schedule": "move_q"})]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import families
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from cp_workers import (
     averaged,
     halves,
+    in_pieces,
     model_and_truth,
     model_errors,
     parallel_model,
@@ -77,6 +79,7 @@ LANE_CASES: list[Case] = [
 ]  # fmt: skip
 LANE_CASES += [(model_errors, ("llama", 3, "right"), {"lanes": halves, "max_wave_tokens": 12})]
 LANE_CASES += [(model_errors, ("llama", 2, "right"), {"lanes": waves_of_one, "schedule": "move_q"})]
+LANE_CASES += [(model_errors, ("llama", 3, "right"), {"lanes": partial(in_pieces, "move_q"), "max_wave_tokens": 12})]
 LANE_CASES += [(model_errors, ("mistral", 3, "right"), {"lanes": uneven_waves})]
 LANE_CASES += [
     (pooled_errors, ("llama", 3, "right", lonely), {"lanes": lanes})

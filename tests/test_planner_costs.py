@@ -94,11 +94,15 @@ def test_simulation_of_one_rank_is_the_closed_form() -> None:
 
 
 def test_ranks_have_all_the_pairs_of_a_lane() -> None:
-    """Attention that is counted rank by rank adds up to the lane's; a long branch is cut, short ones are whole."""
+    """Attention that is counted rank by rank adds up to the lane's; a long branch is cut, short ones are whole, or cut
+    as well."""
     shape = ReplayShape.from_groups([40960], [[40000, 1000, 900]])
     plan = Planner(bucketed=False).plan(shape, BIG, world_size=4)
     (lane,) = plan.lanes
-    share = lane_pass(plan, lane, number=0, wave=0, prefills=True)
+    assert lane.cut
+    even = lane_pass(plan, lane, number=0, wave=0, prefills=True)
+    assert even.branch_tokens.tolist() == [10475] * 4 and np.ptp(even.attention[0].own[0]) < 1e-6
+    share = lane_pass(plan, replace(lane, cut=False), number=0, wave=0, prefills=True)
     assert sorted(share.branch_tokens) == [10000, 10000, 10900, 11000]
     assert share.prompt_tokens.tolist() == [10240] * 4 and share.kv_tokens == (20240,)
     own = share.attention[0].own[0]
@@ -141,8 +145,8 @@ def test_bounds_are_below_prices(shape: ReplayShape, world: int, cuts: bool) -> 
 def test_uneven_branches_are_priced() -> None:
     """A lane whose ranks hold one branch each, and one with fewer branches than ranks, too short to be cut."""
     planner = Planner(replace(profile("h200"), call_us=0.0), bucketed=False)  # no rank waits for its host
-    even = planner.plan(ReplayShape.from_groups([8192], [[4096] * 8]), BIG, world_size=8)
-    uneven = planner.plan(ReplayShape.from_groups([8192], [[4000] * 9]), BIG, world_size=8)
+    even = planner.plan(ReplayShape.from_groups([4096], [[500] * 8]), BIG, world_size=8)
+    uneven = planner.plan(ReplayShape.from_groups([4096], [[500] * 9]), BIG, world_size=8)
     assert uneven.total_us > 1.02 * even.total_us * 9 / 8
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,19 +55,20 @@ def cut_of(tree: TreeLayout, limit: int | None) -> Stage:
     return plan_waves(tree, limit)
 
 
-def passes_of(plan: Stage, tree: TreeLayout, num_ranks: int, min_chunk_tokens: int) -> dict[bytes, Pass]:
+def passes_of(plan: Stage, tree: TreeLayout, lane: LanePlan, min_chunk_tokens: int) -> dict[bytes, Pass]:
     """What every forward of a lane computes, by its nodes and those above, in the order in which they run."""
+    cut = partial(Shards.of, num_ranks=len(lane.ranks), min_chunk_tokens=min_chunk_tokens, cut=lane.cut)
     paths: dict[bytes, tuple[Shards, ...]] = {b"": ()}
     found: dict[bytes, Pass] = {}
     for above, nodes in plan.passes():
         everything = np.concatenate([above, nodes])
         path = paths[above.tobytes()]
-        shards = Shards.of(part_of(tree, everything), num_ranks, min_chunk_tokens=min_chunk_tokens, above=path)
+        shards = cut(part_of(tree, everything), above=path)
         paths[everything.tobytes()] = (*path, shards)
         found[everything.tobytes()] = shards, token_index(tree, everything)
     if not found:  # a lane without rows computes padding
         nothing = np.empty(0, dtype=np.int64)
-        found[b""] = Shards.of(tree, num_ranks, min_chunk_tokens=min_chunk_tokens), nothing
+        found[b""] = cut(tree), nothing
     return found
 
 
@@ -102,7 +104,7 @@ class LaneParts:
         """
         plans = [cut_of(tree, limit) for tree, limit in zip(division.trees, limits, strict=True)]
         passes = [
-            passes_of(plan, tree, len(lane.ranks), division.min_chunk_tokens)
+            passes_of(plan, tree, lane, division.min_chunk_tokens)
             for plan, tree, lane in zip(plans, division.trees, division.plans, strict=True)
         ]
         share = max(sum(shards.share for shards, _ in each.values()) for each in passes)

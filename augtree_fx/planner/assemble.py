@@ -114,6 +114,7 @@ def _lanes(best: Priced) -> tuple[Lane, ...]:
                 terms=terms,
                 total_us=lane_us[lane],
                 memory_bytes=peak[lane],
+                cut=best.cut_branches and degree > 1,
             )
         )
         rank += degree

@@ -66,6 +66,7 @@ class Lane:
         terms: predicted microseconds by term, fields of `terms.Terms`.
         total_us: their sum, transfers counted only as far as they are exposed.
         memory_bytes: peak of one rank.
+        cut: whether long branches are cut over its ranks as prompts are; otherwise only those longer than a share.
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +79,7 @@ class Lane:
     terms: Mapping[str, float]
     total_us: float
     memory_bytes: float
+    cut: bool = False
 
     @property
     def degree(self) -> int:
@@ -151,7 +153,9 @@ class Plan:
     @property
     def decisions(self) -> tuple[Any, ...]:
         """What the runtime obeys, without prices."""
-        lanes = ((lane.ranks, lane.schedule, lane.prefill_schedule, lane.parts, lane.waves) for lane in self.lanes)
+        lanes = (
+            (lane.ranks, lane.schedule, lane.prefill_schedule, lane.parts, lane.waves, lane.cut) for lane in self.lanes
+        )
         return self.reuse, self.num_rounds, self.num_waves, *lanes
 
     def __eq__(self, other: object) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 
-from augtree_fx.planner.loads import Loads, loads_of
+from augtree_fx.planner.loads import Loads, Skew, loads_of
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.packing import Packing, pack
 from augtree_fx.planner.placement import Placement
@@ -23,6 +23,8 @@ from augtree_fx.planner.skew import skew_of
 from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
+
+_EVEN = 0.01  # a placement whose ranks make it so much slower than even ones is tried with branches cut, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class Priced:
         schedules: those that lanes may choose from.
         cuts: whether ranks get equal runs of tokens, as others do it, in place of what the runtime does. Keys of
             branches move then where one is longer than a run.
+        cut_branches: whether the runtime cuts branches wherever it can, in place of where one is too long.
     """
 
     placement: Placement
@@ -64,6 +67,7 @@ class Priced:
     cuts: bool
     _batch: _Batch
     _first: int
+    cut_branches: bool = False
 
     @property
     def lanes(self) -> slice:
@@ -138,9 +142,11 @@ def bounds(
 def refine(priced: Priced, costs: Costs) -> Priced | None:
     """The price with the rounds and waves that memory asks for, and uneven ranks; ``None`` if it does not fit.
 
-    Where prompts and branches run in one pass, queries do not move unless nothing else is allowed: keys of prompts go
-    around for the prompts' own queries, and queries that move come on top. On two H200 they took 3% to 41% longer at
-    every length (examples/results/2026-11-30-context-parallel-h200.md). The bound before this may have moved them.
+    Where prompts and branches run in one pass, queries do not move unless nothing else is allowed, or ranks are uneven:
+    keys of prompts go around for the prompts' own queries, and queries that move come on top. On two H200 they took 3%
+    to 41% longer at every length (examples/results/2026-11-30-context-parallel-h200.md). The bound before this may have
+    moved them. What makes ranks uneven, long branches or the attention of few branches to a long prompt, is cut over
+    the ranks, or attended for by all of them, if that is cheaper.
     """
     packing = pack(priced.placement, MemoryModel.of(costs))
     if packing is None:
@@ -151,17 +157,25 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
     if packing.rounds == packing.waves == 1 and priced.placement.lane_degrees.max() == 1:
         return replace(priced, packing=packing)
     loads = loads_of([priced.placement])
+
+    def price(skew: Skew, *, cut: bool, allowed: Collection[Schedule] = schedules) -> Priced:
+        batch = _batch(replace(loads, skew=skew), packing.waves, packing.rounds, allowed, costs)
+        total = round(float(batch.lane_us.max()), 3)
+        rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
+        return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0, cut_branches=cut)
+
     if priced.cuts:
         share = loads.leaf_tokens / loads.degree / (packing.waves * packing.rounds)
         passed_on = loads.longest_leaf * loads.degree / np.maximum(loads.degree - 1, 1)  # to the ranks of its branch
-        skew = loads.skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0))
-    else:
-        even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
-        skew = skew_of(priced.placement, packing, loads, even.terms, even.schedule)
-    batch = _batch(replace(loads, skew=skew), packing.waves, packing.rounds, schedules, costs)
-    total = round(float(batch.lane_us.max()), 3)
-    rank = (total, round(float((batch.lane_us - _weights_us(batch)).max()), 3), not priced.reuse)
-    return replace(priced, packing=packing, total_us=total, rank=rank, _batch=batch, _first=0)
+        return price(loads.skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0)), cut=False)
+    even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
+    dealt = partial(skew_of, priced.placement, packing, loads, even.terms, even.schedule)
+    skew = dealt()
+    whole = price(skew, cut=False)
+    if whole.total_us <= (1 + _EVEN) * float(even.lane_us.max()):
+        return whole
+    tried = [whole, price(dealt(cut=True), cut=True), price(skew, cut=False, allowed=priced.schedules)]
+    return min(tried, key=lambda one: one.rank)
 
 
 def exchanged(placement: Placement, packing: Packing, costs: Costs) -> Priced:

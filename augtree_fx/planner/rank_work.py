@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, UNEVEN
+from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, MIN_CUT_TOKENS, UNEVEN
 from augtree_fx.planner.plan import Lane, Plan
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
@@ -132,6 +132,7 @@ def _dealt(plan: Plan, lane: Lane, leaves: IntArray, prefilled: IntArray) -> tup
     lengths = shape.length[nodes]
     with_branches = np.isin(nodes, shape.parent)
     long = lengths >= 2 * degree * MIN_CHUNK_TOKENS
+    asked = lane.cut & (lengths >= 2 * degree * MIN_CUT_TOKENS)
     cut = long & with_branches & (degree > 1)
     if plan.name != "augtree":
         cut = np.full(len(nodes), degree > 1)
@@ -140,7 +141,8 @@ def _dealt(plan: Plan, lane: Lane, leaves: IntArray, prefilled: IntArray) -> tup
     rest = np.flatnonzero(~cut)
     for number in rest[np.argsort(-lengths[rest], kind="stable")].tolist():
         least = int(load.argmin())
-        if degree > 1 and long[number] and load[least] + lengths[number] > UNEVEN * lengths.sum() / degree:
+        most = UNEVEN * lengths.sum() / degree
+        if asked[number] or (degree > 1 and long[number] and load[least] + lengths[number] > most):
             load += lengths[number] / degree
         else:
             owner[number] = least

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, UNEVEN
+from augtree_fx.dtensor_ops.shards import MIN_CHUNK_TOKENS, MIN_CUT_TOKENS, UNEVEN
 from augtree_fx.planner.loads import Loads, Skew
 from augtree_fx.planner.packing import Packing
 from augtree_fx.planner.placement import Placement
@@ -45,7 +45,9 @@ class _Nodes:
     amounts: FloatArray
 
 
-def skew_of(placement: Placement, packing: Packing, loads: Loads, terms: Terms, schedule: IntArray) -> Skew:
+def skew_of(
+    placement: Placement, packing: Packing, loads: Loads, terms: Terms, schedule: IntArray, *, cut: bool = False
+) -> Skew:
     """How uneven the lanes of a placement are.
 
     Args:
@@ -54,6 +56,7 @@ def skew_of(placement: Placement, packing: Packing, loads: Loads, terms: Terms, 
         loads: of these lanes alone.
         terms: what a lane's ranks take if they share evenly, which decides which rank takes longest.
         schedule: ``[lanes]`` of each lane.
+        cut: whether branches are cut wherever they can be.
     """
     lanes = len(placement.lane_degrees)
     if placement.lane_degrees.max() == 1:
@@ -61,7 +64,7 @@ def skew_of(placement: Placement, packing: Packing, loads: Loads, terms: Terms, 
     nodes, lane_of_share = _nodes(placement, packing)
     degree = placement.lane_degrees[lane_of_share]
     first = np.cumsum(degree) - degree  # of each share's ranks
-    rank, cut = _dealt(nodes, degree)
+    rank, in_pieces = _dealt(nodes, degree, cut=cut)
     whole = rank >= 0
     at = first[nodes.share[whole]] + rank[whole]
     num_shares, num_ranks = len(degree), int(degree.sum())
@@ -82,7 +85,7 @@ def skew_of(placement: Placement, packing: Packing, loads: Loads, terms: Terms, 
     most_keys = summed(lane_of_share, np.maximum.reduceat(here_keys, first), lanes)
     mean_keys = summed(lane_of_share, summed(nodes.share, keys, num_shares) / degree, lanes)
     key_ratio = np.where(mean_keys > 0, most_keys / np.where(mean_keys > 0, mean_keys, 1.0), 1.0)
-    cut_tokens = summed(lane_of_share[nodes.share], np.where(cut & ~nodes.inner, nodes.length, 0.0), lanes)
+    cut_tokens = summed(lane_of_share[nodes.share], np.where(in_pieces & ~nodes.inner, nodes.length, 0.0), lanes)
     tokens, scored, prefill, own, cross = ratios
     return Skew(tokens, scored, prefill, own, cross, key_ratio, cut_tokens)
 
@@ -108,24 +111,25 @@ def _nodes(placement: Placement, packing: Packing) -> tuple[_Nodes, IntArray]:
     return _Nodes(length, share, inner, parent, np.array(amounts, dtype=np.float64)), used // (packing.rounds * passes)
 
 
-def _dealt(nodes: _Nodes, degree: IntArray) -> tuple[IntArray, BoolArray]:
+def _dealt(nodes: _Nodes, degree: IntArray, *, cut: bool) -> tuple[IntArray, BoolArray]:
     """``[nodes]`` rank of each node in its lane, -1 for those that are cut, and which are."""
     long = nodes.length >= 2 * degree[nodes.share] * MIN_CHUNK_TOKENS
     rank = np.full(len(long), -1, dtype=np.int64)
-    cut = long & nodes.parent
+    prompts = long & nodes.parent
     total = summed(nodes.share, nodes.length, len(degree))
     most = (UNEVEN * total / degree).tolist()
-    even = (summed(nodes.share, np.where(cut, nodes.length, 0), len(degree)) / degree).tolist()
-    rest = np.flatnonzero(~cut)
+    even = (summed(nodes.share, np.where(prompts, nodes.length, 0), len(degree)) / degree).tolist()
+    rest = np.flatnonzero(~prompts)
     rest = rest[np.lexsort((-nodes.length[rest], nodes.share[rest]))]
     before, heap = -1, []
-    lengths, shares, divisible = nodes.length[rest].tolist(), nodes.share[rest].tolist(), long[rest].tolist()
+    asked = cut & (nodes.length >= 2 * degree[nodes.share] * MIN_CUT_TOKENS)
+    lengths, shares = nodes.length[rest].tolist(), nodes.share[rest].tolist()
     replace, found = heapq.heapreplace, []
-    for length, share, may_cut in zip(lengths, shares, divisible, strict=True):
+    for length, share, may_cut, must in zip(lengths, shares, long[rest].tolist(), asked[rest].tolist(), strict=True):
         if share != before:
             before, heap = share, [(0, number) for number in range(int(degree[share]))]
         least, owner = heap[0]
-        if may_cut and even[share] + least + length > most[share]:
+        if must or (may_cut and even[share] + least + length > most[share]):
             even[share] += length / len(heap)
             owner = -1
         else:

@@ -106,7 +106,7 @@ def _lanes(plan: Plan) -> str:
             [
                 number,
                 _ranks_text(lane),
-                "-" if lane.degree == 1 else lane.schedule.value if lane.schedule else "heads",
+                _moves(lane),
                 len(lane.parts),
                 sum(len(part.branches) for part in lane.parts),
                 lane.prompt_tokens,
@@ -153,6 +153,13 @@ def _ranks(plan: Plan) -> str:
     return f"ranks\n{tabulate(rows[:_MAX_ROWS], headers, disable_numparse=True)}{_more(rows)}"
 
 
+def _moves(lane: Lane) -> str:
+    """Who moves in a lane, and whether its branches are cut."""
+    if lane.degree == 1:
+        return "-"
+    return (lane.schedule.value if lane.schedule else "heads") + (", branches cut" if lane.cut else "")
+
+
 def _ranks_text(lane: Lane) -> str:
     return f"{lane.ranks[0]}" if lane.degree == 1 else f"{lane.ranks[0]}..{lane.ranks[-1]}"
 
@@ -189,6 +196,7 @@ def _lane_json(lane: Lane) -> dict[str, Any]:
         "ranks": list(lane.ranks),
         "schedule": lane.schedule and lane.schedule.value,
         "prefill_schedule": lane.prefill_schedule.value,
+        "cut": lane.cut,
         "parts": [vars(part) | {"branches": list(part.branches)} for part in lane.parts],
         "waves": [vars(wave) | {"branches": list(wave.branches)} for wave in lane.waves],
         "total_us": lane.total_us,

@@ -44,7 +44,9 @@ class Replay:
 
     @staticmethod
     def of(loads: Loads) -> Replay:
-        return Replay(loads.own_us * loads.skew.own, loads.cross_us * loads.skew.cross)
+        skew = loads.skew.cross
+        shared = np.ones_like(skew)  # queries that move are attended for by all ranks, whoever has them
+        return Replay(loads.own_us * loads.skew.own, loads.cross_us * np.stack([skew, shared, skew]))
 
     @property
     def total_us(self) -> FloatArray:
