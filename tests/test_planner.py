@@ -145,9 +145,9 @@ def test_no_baseline_of_rings_is_predicted_to_be_faster(shape: ReplayShape, worl
             assert f"{baseline.name} would take" in str(plan)
 
 
-def test_rings_of_perfectly_even_ranks_are_hardly_ever_faster() -> None:
-    """Baselines are priced as if every node could be cut over all ranks, however short; ours cuts chunks of 32 tokens
-    and more. What is left is a few percent, where responses of some hundred tokens are alone on a long prompt."""
+def test_no_ring_is_predicted_to_be_faster_but_for_few_percent() -> None:
+    """Rings cut branches anywhere; ours cuts chunks of 32 tokens and more, so that a few responses of some hundred
+    tokens, alone on a long prompt, are less even."""
     draw = random.Random(5)
     faster = []
     for _ in range(60):
@@ -161,7 +161,7 @@ def test_rings_of_perfectly_even_ranks_are_hardly_ever_faster() -> None:
         found = [baseline.plan.total_us for baseline in plan.baselines[:3] if baseline.plan is not None]
         faster += [plan.total_us / each - 1 for each in found]
     assert len(faster) > 100 and max(faster) < 0.08
-    assert sum(each > 0.01 for each in faster) <= 0.03 * len(faster)
+    assert sum(each > 0.01 for each in faster) <= 0.01 * len(faster)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What others do with the same batch, as plans priced by the same model. Rings share tokens evenly.
+"""What others do with the same batch, as plans priced by the same model.
+
+Rings share tokens evenly, in equal runs of branches, and pairs as these leave them.
 
 ring              rows without reuse, each sharded over all ranks (ring attention, arXiv 2310.01889)
 ring with reuse   prompts once, prompts and responses sharded over all ranks

@@ -19,7 +19,7 @@ from augtree_fx.planner.packing import Packing, pack
 from augtree_fx.planner.placement import Placement
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.skew import skew_of
+from augtree_fx.planner.skew import skew_of, skew_of_runs
 from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
@@ -167,7 +167,8 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
     if priced.cuts:
         share = loads.leaf_tokens / loads.degree / (packing.waves * packing.rounds)
         passed_on = loads.longest_leaf * loads.degree / np.maximum(loads.degree - 1, 1)  # to the ranks of its branch
-        return price(loads.skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0)), cut=False)
+        skew = skew_of_runs(priced.placement, loads)
+        return price(skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0)), cut=False)
     even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
     dealt = partial(skew_of, priced.placement, packing, loads, even.terms, even.schedule)
     skew = dealt()

@@ -90,6 +90,32 @@ def skew_of(
     return Skew(tokens, scored, prefill, own, cross, key_ratio, cut_tokens)
 
 
+def skew_of_runs(placement: Placement, loads: Loads) -> Skew:
+    """How uneven ranks are that hold equal runs of a lane's branches, one branch after another, as rings do it.
+
+    Prompts are in zigzag. A rank with the end of a long branch has more pairs than one with its beginning.
+    """
+    units, skew = placement.family.units, loads.skew
+    node, lane_of = units.branches.node, placement.lane_of_unit[units.unit_of_branch]
+    length, start = units.shape.length[node].astype(np.float64), units.shape.path_start[node].astype(np.float64)
+    own, cross = skew.own.copy(), skew.cross.copy()
+    for lane in np.flatnonzero(placement.lane_degrees > 1).tolist():
+        mine, degree = np.flatnonzero(lane_of == lane), int(placement.lane_degrees[lane])
+        if not len(mine) or not length[mine].any():
+            continue
+        ends = np.cumsum(length[mine])
+        bounds = np.arange(degree + 1) * ends[-1] / degree
+        branch = np.minimum(np.searchsorted(ends, bounds, side="left"), len(mine) - 1)
+        inside = bounds - (ends - length[mine])[branch]  # tokens of that branch before each bound
+        pairs = np.stack([causal_pairs(length[mine], None), length[mine] * start[mine]])
+        before = (np.cumsum(pairs, axis=1) - pairs)[:, branch]
+        held = np.diff(before + np.stack([causal_pairs(inside, None), inside * start[mine][branch]]))
+        most = int(held.sum(axis=0).argmax())
+        mean = np.maximum(held.mean(axis=1), 1e-9)
+        own[lane], cross[lane] = np.maximum(held[:, most] / mean, 1.0)
+    return skew._replace(own=own, cross=cross)
+
+
 def _nodes(placement: Placement, packing: Packing) -> tuple[_Nodes, IntArray]:
     """Nodes of lanes of several ranks, and the lane of each share."""
     units = placement.family.units

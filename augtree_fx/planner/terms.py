@@ -147,7 +147,7 @@ def terms_of(loads: Loads, waves: int, rounds: int, costs: Costs, *, may_gather:
     head = head_us(loads.scored_tokens / degree * skew.scored, costs)
     prefill = loads.prefill_us * skew.prefill
     links = links_of(degree, costs)
-    replay = Replay.of(loads)
+    replay = Replay.of(loads, costs)
     if waves == 1:
         transfer, exposed = joint_us(loads, rounds, prefill, replay, links, costs)
         ring = ring_exposed = np.zeros_like(prefill)

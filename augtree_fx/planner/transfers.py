@@ -37,16 +37,27 @@ def query_bytes(token_layers: FloatArray | float, costs: Costs) -> tuple[FloatAr
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """Attention of branches on the fullest rank: to themselves ``[lanes]``, to ancestors ``[schedules, lanes]``."""
+    """Attention of branches on the fullest rank.
+
+    Attributes:
+        own_us: ``[lanes]`` to themselves.
+        local_us: ``[lanes]`` of that, on keys that the rank has: all but that of branches that are cut.
+        cross_us: ``[schedules, lanes]`` to ancestors.
+    """
 
     own_us: FloatArray
+    local_us: FloatArray
     cross_us: FloatArray
 
     @staticmethod
-    def of(loads: Loads) -> Replay:
-        skew = loads.skew.cross
+    def of(loads: Loads, costs: Costs) -> Replay:
+        skew, degree = loads.skew.cross, loads.degree
+        cut = np.minimum(loads.skew.cut_tokens / np.maximum(loads.leaf_tokens, 1.0), 1.0)
+        length = loads.own_cubes / np.maximum(2 * loads.own_pairs, 1.0)  # of a branch, by its pairs
+        slower = costs.causal_us.at(length / (2 * degree)) / costs.causal_us.at(length)  # in chunks
+        own = loads.own_us * loads.skew.own * (1 + cut * np.maximum(slower - 1, 0.0))
         shared = np.ones_like(skew)  # queries that move are attended for by all ranks, whoever has them
-        return Replay(loads.own_us * loads.skew.own, loads.cross_us * np.stack([skew, shared, skew]))
+        return Replay(own, own * (1 - cut * (degree - 1) / degree), loads.cross_us * np.stack([skew, shared, skew]))
 
     @property
     def total_us(self) -> FloatArray:
@@ -149,7 +160,7 @@ def joint_us(
     own, later = replay.own_us, (degree - 1) / degree
     rotating = keys.ring_exposed(own + (prefill + replay.cross_us[0]) * later, degree)
     moving = keys.ring_exposed(own + prefill * later, degree, out) + back
-    gathering = keys.gather_exposed(own + (prefill + replay.cross_us[2]) / degree)
+    gathering = keys.gather_exposed(replay.local_us + (prefill + replay.cross_us[2]) / degree)
     return np.stack([keys.ring, keys.ring + out + back, keys.gather]), np.stack([rotating, moving, gathering])
 
 
@@ -162,8 +173,8 @@ def replay_us(
     out, back = _queries_us(loads, waves, rounds, links, costs)
     own, later = replay.own_us, (degree - 1) / degree
     rotating = keys.ring_exposed(own + replay.cross_us[0] * later, degree)
-    moving = np.maximum(out - own, 0.0) + back
-    gathering = keys.gather_exposed(own + replay.cross_us[2] / degree)
+    moving = np.maximum(out - replay.local_us, 0.0) + back
+    gathering = keys.gather_exposed(replay.local_us + replay.cross_us[2] / degree)
     here = np.where(loads.leaf_tokens > 0, 1.0, 0.0)
     return np.stack([keys.ring, out + back, keys.gather]) * here, np.stack([rotating, moving, gathering]) * here
 
