@@ -80,6 +80,8 @@ def preferences() -> Dataset:
 
 
 def judged() -> Dataset:
+    from datasets import Dataset
+
     rows = [
         {"prompt": x["prompt"], "completion": x[kind], "label": kind == "chosen"}
         for x in preferences()
