@@ -234,7 +234,7 @@ def explain(
         lanes=lanes,
         planned=planned,
         budget=state.budget,
-        timings=timings_of(stack, state),
+        timings=timings_of(model, state),
     )
 
 

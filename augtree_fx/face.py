@@ -134,7 +134,7 @@ def transform(
             raise error
         logger.warning("augtree-fx: left unchanged: %s", error)
         return model
-    planned = None if planner is None else PlannedLanes.of(planner, stack.config)
+    planned = None if planner is None else PlannedLanes.of(planner, model)
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
         max_wave_tokens=max_wave_tokens, memory=memory,

@@ -7,7 +7,6 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -138,7 +137,7 @@ def test_a_step_has_every_part_and_the_gradients_of_the_plain_model(checkpointin
     assert sum(predicted[name] for name in names[:4]) == pytest.approx(predicted["step"])
     execution = Execution(checkpointing=checkpointing)
     shape = augtree_fx.ReplayShape.from_layout(TreeLayout.from_padded(rows, costs=CostModel.free()))
-    config = replace(augtree_fx.ModelShape.from_config(model.config), dtype_bytes=4)
+    config = augtree_fx.ModelShape.from_model(model)
     plan = Planner("cpu", execution=execution, bucketed=False).plan(shape, config, world_size=1)
     assert predicted["step"] == pytest.approx(plan.total_us / 1e3) or not plan.reuse
 
