@@ -211,14 +211,16 @@ def explain(
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
         if state.lanes is not None:
-            chosen = state.lanes.plans(layout)
+            choose = state.lanes.choose
+            if isinstance(choose, PlannedLanes):  # a copy: timings are of the plan of the last step
+                choose = replace(choose)
+            chosen = replace(state.lanes, choose=choose).plans(layout)
+            planned = choose.last if isinstance(choose, PlannedLanes) else None
             check_lanes(chosen, state.lanes.num_ranks, layout.num_rows)
             limits = wave_limits(chosen, state.max_wave_tokens)
             lanes = tuple(replace(lane, wave_tokens=most) for lane, most in zip(chosen, limits, strict=True))
-            if isinstance(state.lanes.choose, PlannedLanes):
-                planned = state.lanes.choose.last
         elif state.planned is not None:
-            planned = state.planned.plan(layout, 1)
+            planned = replace(state.planned).plan(layout, 1)
     return Explanation(
         model_name=type(model).__name__,
         transformed=transformed,

@@ -197,11 +197,31 @@ def _own_lane(plan: Plan, state: StackState) -> Lane:
     return next(lane for lane in plan.lanes if rank in lane.ranks)
 
 
+def _ran_otherwise(plan: Plan, lane: Lane, record: Record) -> str | None:
+    """What one forward did in place of what a plan says; ``None`` if it did that."""
+    if record.waves is None:
+        return "no batch of rows was shared: the original forward ran, a packed call, or a part of `prefill`"
+    ran = f"ran in {record.waves} waves beside all prompts" if record.waves else "ran in one pass"
+    rounds = f" in {plan.num_rounds} rounds" if plan.num_rounds > 1 else ""
+    if not plan.reuse:
+        return f"it takes rows by themselves{rounds}; their tree {ran}"
+    if rounds:
+        return f"it takes trees{rounds}; all of them {ran}"
+    waves = sum(bool(wave.branches) for wave in lane.waves)
+    if max(record.waves, 1) == max(waves, 1):
+        return None
+    return f"it takes {f'{waves} waves' if waves > 1 else 'one pass'}; branches {ran}"
+
+
 def _prediction(model: nn.Module, state: StackState, record: Record) -> tuple[Plan | None, str]:
     """The plan of what ran, and what it is."""
     chosen, planner = _planned(state), state.predicts
     if chosen is not None:
-        return chosen.last, "predicted by the plan that ran, for the lengths of its bucket"
+        if chosen.last is None:
+            return None, "nothing was predicted: no batch was planned"
+        what = _ran_otherwise(chosen.last, _own_lane(chosen.last, state), record)
+        said = "the plan that ran" if what is None else f"a plan that was not obeyed ({what})"
+        return chosen.last, f"predicted by {said}, for the lengths of its bucket"
     if planner is None:
         return None, "nothing was predicted; augtree_fx.measure(model, planner=augtree_fx.Planner(...)) does that"
     if record.layout is None:
