@@ -15,6 +15,7 @@ from augtree_fx.dtensor_ops.lanes import LanePlan, check_lanes
 from augtree_fx.kernels import flash_attn_4, whole_tree
 from augtree_fx.kernels.problem import Problem
 from augtree_fx.layout import TreeLayout
+from augtree_fx.memory import Memory
 from augtree_fx.plan import Candidate, candidates
 from augtree_fx.planned import PlannedLanes
 from augtree_fx.planner import Plan
@@ -46,10 +47,13 @@ class Explanation:
         num_shared: batches that were shared so far.
         mixers: modules with a recurrent or convolution state, which run once for each row.
         torn: groups that arrive in different micro-batches and are not shared for that, in words; or ``None``.
-        lanes: which ranks compute which rows under context parallelism; empty without a mesh or a batch.
-        planned: the planner's plan of the batch, where there is a planner.
+        lanes: which ranks compute which rows under context parallelism; empty without a mesh or a batch. With
+            ``rows="pooled"`` of this rank's own rows, as those of others are known in forward alone.
+        planned: the planner's plan of the batch, where there is a planner; of the same rows.
         budget: the last choice of the size of waves, in a budget of memory.
         timings: the last step inside of `augtree_fx.measure`, beside its prediction; ``None`` if it was never used.
+        memory: the budget that `transform` was given, in which forward chooses the size of waves.
+        pooled: whether each rank of a mesh passes rows of its own.
     """
 
     model_name: str
@@ -67,6 +71,8 @@ class Explanation:
     planned: Plan | None = None
     budget: WaveBudget | None = None
     timings: Timings | None = None
+    memory: Memory | None = None
+    pooled: bool = False
 
     def __str__(self) -> str:
         parts = [self._sites()]
@@ -144,18 +150,32 @@ class Explanation:
                 len(lane.rows),
                 int(self.layout.row_length[list(lane.rows)].sum()),
                 (lane.schedule or "by size") + (", long responses cut" if lane.cut else ""),
-                "all" if lane.wave_tokens is None else f"{lane.wave_tokens} tokens",
+                lane.prefill_schedule or "the same",
+                self._at_a_time(lane.wave_tokens),
             )
             for lane in self.lanes
         ]
-        table = tabulate(rows, headers=("ranks of the axis", "rows", "row tokens", "schedule", "branches at a time"))
+        headers = (
+            "ranks of the axis",
+            "rows",
+            "row tokens",
+            "schedule",
+            "of prompts before waves",
+            "branches at a time",
+        )
+        table = tabulate(rows, headers=headers)
+        own = "\nof this rank's own rows: lanes are chosen in forward, for those of all ranks" if self.pooled else ""
         sent = {(site.class_name, site.cut.elements, site.cut.expanded) for site in self.sites if site.cut is not None}
         latents = "".join(
             f"\n{name}: latents travel, {few} elements of a token and layer for {many} of keys and values (not where "
             "their expansion is a unit of FSDP2, nor in compiled graphs)"
             for name, few, many in sorted(sent)
         )
-        return f"context parallelism\n{table}{latents}"
+        return f"context parallelism\n{table}{own}{latents}"
+
+    def _at_a_time(self, wave_tokens: int | None) -> str:
+        most = "all" if wave_tokens is None else f"{wave_tokens} tokens"
+        return most if self.memory is None else f"{most}, or what memory={self.memory!r} holds"
 
     def _history(self) -> str:
         if not self.transformed:
@@ -169,7 +189,13 @@ class Explanation:
 
 
 def _span(ranks: tuple[int, ...]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def explain(
@@ -211,14 +237,16 @@ def explain(
         plan = candidates(host, costs, stack.config)
         calls = _describe_calls(stack, state, layout)
         if state.lanes is not None:
-            chosen = state.lanes.plans(layout)
+            choose = state.lanes.choose
+            if isinstance(choose, PlannedLanes):  # a copy: timings are of the plan of the last step
+                choose = replace(choose)
+            chosen = replace(state.lanes, choose=choose).plans(layout)
+            planned = choose.last if isinstance(choose, PlannedLanes) else None
             check_lanes(chosen, state.lanes.num_ranks, layout.num_rows)
             limits = wave_limits(chosen, state.max_wave_tokens)
             lanes = tuple(replace(lane, wave_tokens=most) for lane, most in zip(chosen, limits, strict=True))
-            if isinstance(state.lanes.choose, PlannedLanes):
-                planned = state.lanes.choose.last
         elif state.planned is not None:
-            planned = state.planned.plan(layout, 1)
+            planned = replace(state.planned).plan(layout, 1)
     return Explanation(
         model_name=type(model).__name__,
         transformed=transformed,
@@ -234,7 +262,9 @@ def explain(
         lanes=lanes,
         planned=planned,
         budget=state.budget,
-        timings=timings_of(stack, state),
+        timings=timings_of(model, state),
+        memory=state.memory,
+        pooled=state.lanes is not None and state.lanes.rows == "pooled",
     )
 
 

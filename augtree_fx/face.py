@@ -89,8 +89,8 @@ def transform(
         memory: instead of that, what a forward and its backward may allocate in the decoder: a number of bytes, a
             string like ``"40GiB"``, or ``"auto"`` for half of what is free on a CUDA device. The caller's own, logits
             say, has to fit beside it. Branches go through waves only where they do not fit at once. Neither applies to
-            a batch that shares nothing: its original forward runs. Under a mesh it is each rank's, and the rank of a
-            lane that has least decides for the lane.
+            a batch that shares nothing: its original forward runs. Under a mesh all ranks give the same, for each of
+            them; of what ``"auto"`` finds on the ranks of a lane, the least counts.
         mesh: one axis of a device mesh, for context parallelism: its ranks call forward together, build one tree, and
             each computes a share of its tokens. Every rank transforms its own copy of the model. Gradients of
             parameters are then to be averaged over the axis, as in data parallelism.
@@ -134,7 +134,7 @@ def transform(
             raise error
         logger.warning("augtree-fx: left unchanged: %s", error)
         return model
-    planned = None if planner is None else PlannedLanes.of(planner, stack.config)
+    planned = None if planner is None else PlannedLanes.of(planner, model)
     state = StackState(
         tuple(sites), kernel, strict, costs, positions=position_rule(stack), mixers=mixer_sites(stack),
         max_wave_tokens=max_wave_tokens, memory=memory,

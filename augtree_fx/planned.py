@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from augtree_fx.dtensor_ops.lanes import LanePlan
 from augtree_fx.layout import TreeLayout
@@ -35,13 +35,13 @@ class PlannedLanes:
     _said: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(planner: Planner, config: Any) -> PlannedLanes:
-        """For the decoder of a config.
+    def of(planner: Planner, model: nn.Module) -> PlannedLanes:
+        """For a model, whose weights are counted now: what PEFT adds later is not.
 
         Raises:
-            ValueError: the config lacks a size that planning needs.
+            ValueError: its config lacks a size that planning needs.
         """
-        return PlannedLanes(planner, ModelShape.from_config(config))
+        return PlannedLanes(planner, ModelShape.from_model(model))
 
     def __call__(self, layout: TreeLayout, num_ranks: int) -> list[LanePlan]:
         """Lanes of a batch, and how many tokens of branches each has alive at a time."""

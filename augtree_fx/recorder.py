@@ -79,6 +79,7 @@ class Record:
         schedule: who moved between ranks, where something did.
         gradients: whether the forward recorded any.
         checkpointing: whether layers run forward again in backward.
+        waves: that this rank's branches went through, 0 in one pass; ``None`` unless a batch of rows was shared.
     """
 
     spans: dict[Phase, list[Span]] = field(default_factory=lambda: {phase: [] for phase in Phase})
@@ -86,6 +87,7 @@ class Record:
     schedule: str | None = None
     gradients: bool = False
     checkpointing: bool = False
+    waves: int | None = None
 
     def read(self, clock: Clock) -> dict[Phase, list[tuple[float, float]]]:
         """Begin and end of every span in ms since the first stamp; waits for the device."""

@@ -66,7 +66,7 @@ def prefill(
         memory: choose that from what prompts and waves may allocate: a number of bytes, a string like ``"40GiB"``, or
             ``"auto"`` for most of what is free on a CUDA device. What the loss itself takes, `Wave.logits` say, has to
             fit beside it; the head's chunks of `Wave.logprobs` are in it. ``explain`` says what was chosen, and why.
-            Under a mesh it is each rank's, and the rank with least decides.
+            Under a mesh all ranks give the same, for each of them; of what ``"auto"`` finds on them, the least counts.
         max_prompt_tokens: compute longer prompts in chunks of so many tokens, one after another.
         activations: of prompts, until their backward: ``"keep"`` them; ``"recompute"`` them then, one chunk at a time,
             so that besides K and V only one chunk of a prompt is ever alive; ``"offload"`` them to pinned host memory.
@@ -144,7 +144,7 @@ class Tree:
             raise RuntimeError("a tree is entered once; call augtree_fx.prefill again for another forward")
         self._runner.begin()
         try:
-            self._runner.agree_on_batch(self._predictions, in_budget=self._memory is not None)
+            self._runner.agree_on_batch(self._predictions, memory=self._memory)
             if self._memory is not None:
                 self._max_wave_tokens = self._runner.wave_tokens(self._memory)
             elif self._max_wave_tokens is None:

@@ -269,12 +269,12 @@ class StageRunner:
             found.register_hook(lambda _: _gather_parameters(self._sharded))
         return found[0]
 
-    def agree_on_batch(self, predictions: Predictions, *, in_budget: bool) -> None:
+    def agree_on_batch(self, predictions: Predictions, *, memory: Memory | None) -> None:
         """Under a mesh: raise RuntimeError unless all ranks run one layout, scored alike, with the same settings."""
         if self.state.lanes is not None:
             batch = described(self.stack, self.state, self.state.lanes, self.layout)
             scored = digest(predictions.row, predictions.index)
-            waves = "memory=" if in_budget else "tokens"
+            waves = "tokens" if memory is None else f"memory={memory!r}"
             self.agree(
                 "a prefill",
                 {**batch, "scored tokens": scored, "activations": self.dormant, "waves are sized by": waves},

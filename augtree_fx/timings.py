@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tabulate import tabulate
 from torch import nn
@@ -135,14 +134,14 @@ def measure(model: nn.Module, planner: Planner | None = None) -> Iterator[None]:
         collectives.unwatch(recorder)
 
 
-def timings_of(stack: nn.Module, state: StackState) -> Timings | None:
+def timings_of(model: nn.Module, state: StackState) -> Timings | None:
     """What `measure` saw last; ``None`` if it was never used. Waits for the device."""
     recorder = state.measured
     if recorder is None:
         return None
     record = recorder.last
     parts = measured_parts(record, recorder.clock)
-    plan, note = _prediction(stack, state, record)
+    plan, note = _prediction(model, state, record)
     lane = None if plan is None else _own_lane(plan, state)
     terms = {} if lane is None else {name: sum(lane.terms[term] for term in of) / 1e3 for name, of in TERMS.items()}
     if plan is not None and plan.costs.execution.checkpointing != record.checkpointing and record.gradients:
@@ -198,23 +197,40 @@ def _own_lane(plan: Plan, state: StackState) -> Lane:
     return next(lane for lane in plan.lanes if rank in lane.ranks)
 
 
-def _prediction(stack: nn.Module, state: StackState, record: Record) -> tuple[Plan | None, str]:
+def _ran_otherwise(plan: Plan, lane: Lane, record: Record) -> str | None:
+    """What one forward did in place of what a plan says; ``None`` if it did that."""
+    if record.waves is None:
+        return "no batch of rows was shared: the original forward ran, a packed call, or a part of `prefill`"
+    ran = f"ran in {record.waves} waves beside all prompts" if record.waves else "ran in one pass"
+    rounds = f" in {plan.num_rounds} rounds" if plan.num_rounds > 1 else ""
+    if not plan.reuse:
+        return f"it takes rows by themselves{rounds}; their tree {ran}"
+    if rounds:
+        return f"it takes trees{rounds}; all of them {ran}"
+    waves = sum(bool(wave.branches) for wave in lane.waves)
+    if max(record.waves, 1) == max(waves, 1):
+        return None
+    return f"it takes {f'{waves} waves' if waves > 1 else 'one pass'}; branches {ran}"
+
+
+def _prediction(model: nn.Module, state: StackState, record: Record) -> tuple[Plan | None, str]:
     """The plan of what ran, and what it is."""
     chosen, planner = _planned(state), state.predicts
     if chosen is not None:
-        return chosen.last, "predicted by the plan that ran, for the lengths of its bucket"
+        if chosen.last is None:
+            return None, "nothing was predicted: no batch was planned"
+        what = _ran_otherwise(chosen.last, _own_lane(chosen.last, state), record)
+        said = "the plan that ran" if what is None else f"a plan that was not obeyed ({what})"
+        return chosen.last, f"predicted by {said}, for the lengths of its bucket"
     if planner is None:
         return None, "nothing was predicted; augtree_fx.measure(model, planner=augtree_fx.Planner(...)) does that"
     if record.layout is None:
         return None, "nothing was predicted: the tree was not built in the forward"
-    dtype_bytes = next(stack.parameters()).dtype.itemsize
-    config: Any = stack.config
-    model = replace(ModelShape.from_config(config), dtype_bytes=dtype_bytes)
     exact = Planner(
         planner.hardware, execution=replace(planner.execution, checkpointing=record.checkpointing), bucketed=False
     )
     world_size = 1 if state.lanes is None else state.lanes.num_ranks
-    costs = exact.costs(model, world_size=world_size, forward_only=not record.gradients)
+    costs = exact.costs(ModelShape.from_model(model), world_size=world_size, forward_only=not record.gradients)
     found = alternatives(ReplayShape.from_layout(record.layout), costs)
     kind = f"1 x {world_size}" + (f", {record.schedule}" if world_size > 1 else "")
     note = f"predicted for {kind} of {planner.hardware.name}"

@@ -162,18 +162,20 @@ def differing() -> str:
     return said(lambda: model(**batch.inputs(), use_cache=False))
 
 
-def prefill_in_a_budget_on_one_rank() -> str:
+def prefill_in_budgets(budgets: list[int | str | None]) -> str:
     plain, batch, _ = model_and_truth("llama", 2, "right")
     layout = augtree_fx.TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=FREE)
-    prefill = augtree_fx.prefill(parallel_model(plain), layout, memory="1GiB" if distributed.get_rank() == 1 else None)
+    prefill = augtree_fx.prefill(parallel_model(plain), layout, memory=budgets[distributed.get_rank()])
     return said(prefill.__enter__)
 
 
 def test_a_budget_on_one_rank_alone_is_an_error(worlds: Callable[[int], Ranks]) -> None:
-    for text in worlds(3).run(prefill_in_a_budget_on_one_rank):
-        assert "rank 1 differs from rank 0 in waves are sized by (memory=, not tokens)" in text
+    for text in worlds(3).run(prefill_in_budgets, [None, "1GiB", None]):
+        assert "rank 1 differs from rank 0 in waves are sized by (memory='1GiB', not tokens)" in text
 
 
 def test_another_budget_is_an_error(worlds: Callable[[int], Ranks]) -> None:
     for text in worlds(3).run(differing):
         assert "rank 1 differs from rank 0 in memory (2GiB, not 1GiB)" in text
+    for text in worlds(3).run(prefill_in_budgets, ["1GiB", "1GiB", 2**20]):
+        assert "rank 2 differs from rank 0 in waves are sized by (memory=1048576, not memory='1GiB')" in text

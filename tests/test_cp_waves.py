@@ -154,7 +154,7 @@ def planned(checkpointing: bool) -> tuple[dict[str, float], str, int, int]:
     shape = augtree_fx.ReplayShape.from_layout(
         TreeLayout.from_padded(batch.input_ids, batch.attention_mask, costs=CostModel.free())
     )
-    sizes = augtree_fx.ModelShape.from_config(plain.config)
+    sizes = augtree_fx.ModelShape.from_model(plain)
     memory = MemoryModel.of(planner.costs(sizes, world_size=distributed.get_world_size()))
     leaf = int(shape.length[shape.is_leaf].sum())
     room = memory.peak_bytes(shape.num_tokens - leaf, leaf // 3, distributed.get_world_size(), waved=True)

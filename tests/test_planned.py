@@ -87,7 +87,7 @@ def test_one_rank_runs_in_waves_that_fit(prompt: int) -> None:
     rows[:, prompt] = torch.arange(8)
     execution = Execution(checkpointing=False, state_bytes_per_weight=2.0, usable_memory=1.0)
     planner = Planner("cpu", execution=execution, bucketed=False)
-    memory = MemoryModel.of(planner.costs(ModelShape.from_config(plain.config), world_size=1))
+    memory = MemoryModel.of(planner.costs(ModelShape.from_model(plain), world_size=1))
     limit = memory.peak_bytes(prompt, 128, 1, waved=True)
     planner.hardware = replace(planner.hardware, memory_bytes=int(limit))
     model = augtree_fx.transform(copy.deepcopy(plain), planner=planner, costs=CostModel.free())

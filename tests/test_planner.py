@@ -330,6 +330,27 @@ def test_one_plan_a_bucket() -> None:
     assert planner.plan(ReplayShape.from_groups([1000], [[120, 300]]), BIG, world_size=4) is not plan
 
 
+def test_another_machine_or_execution_makes_another_plan() -> None:
+    planner, shape = Planner("h200"), ReplayShape.from_groups([1000], [[120, 300]])
+    first = planner.plan(shape, BIG, world_size=4)
+    planner.hardware = profile("a100")
+    slower = planner.plan(shape, BIG, world_size=4)
+    assert slower.costs.hardware.name == "a100" and slower.total_us > first.total_us
+    planner.execution = Execution(checkpointing=False)
+    assert not planner.plan(shape, BIG, world_size=4).costs.execution.checkpointing
+
+
+def test_sizes_are_shown_in_units_of_their_own() -> None:
+    shape = ReplayShape.from_groups([20], [[10, 10]])
+    tiny = replace(SMALL, vocab_size=10, total_weights=1000, hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=8)
+    planner = Planner(replace(profile("h200"), memory_bytes=100_000))
+    with pytest.raises(ValueError, match=r"a plan must fit in 87.9 KiB a rank, got 190.6 KiB for the longest row"):
+        planner.plan(shape, tiny, world_size=1)
+    planner.hardware = replace(profile("h200"), memory_bytes=4 << 20)
+    printed = str(planner.plan(shape, tiny, world_size=1))
+    assert "ms a step, 205.6 KiB a rank" in printed and "GiB" not in printed
+
+
 CODE = """
 import json
 from augtree_fx.planner import Planner, ReplayShape, model_shape
@@ -388,6 +409,8 @@ def test_bad_arguments() -> None:
         Planner().plan(shape, BIG, world_size=0)
     with pytest.raises(ValueError, match="hardware must be one of h200, .* got 'h900'"):
         Planner("h900")
+    with pytest.raises(ValueError, match=r"got Execution\(forward_only=True\); pass forward_only=True to plan\(\)"):
+        Planner(execution=Execution(forward_only=True))
     with pytest.raises(ValueError, match="at least 1 plan, got max_cached=0"):
         Planner(max_cached=0)
     with pytest.raises(ValueError, match=r"usable_memory must be in \(0, 1\], got 1.5"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from augtree_fx.__main__ import main
-from augtree_fx.planner import Hardware, Planner
+from augtree_fx.planner import Hardware, Planner, simulate_cli
 from augtree_fx.planner.profiles import profile
+from augtree_fx.planner.simulate_cli import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = ["plan", "--world", "8", "--prompt", "4096", "--responses", "4x256"]
@@ -60,7 +63,10 @@ def test_usage_errors_of_plan(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its environment was read at import
     assert "--prompt and --responses, or --workload, got neither" in usage_error(["plan", "--world", "2"], capsys)
-    assert "drop one" in usage_error([*PLAN, "--workload", workload], capsys)
+    assert "got --prompt and --responses too; drop one" in usage_error([*PLAN, "--workload", workload], capsys)
+    of_file = ["plan", "--world", "2", "--workload", workload, "--groups", "1"]
+    assert "--workload has all groups already, got --groups too; drop one" in usage_error(of_file, capsys)
+    assert "--limit is of the groups of --workload, got 3 without" in usage_error([*PLAN, "--limit", "3"], capsys)
     assert "responses must be NxR" in usage_error([*PLAN, "--responses", "4"], capsys)
     assert "got 2 for 1 prompts" in usage_error([*PLAN, "--responses", "1x1"], capsys)
     assert "hardware must be one of h200" in usage_error([*PLAN, "--hardware", "abacus"], capsys)
@@ -126,6 +132,27 @@ def test_lengths_that_cannot_be(line: object, tmp_path: Path, capsys: pytest.Cap
         assert "line 2 of" in said and "prompts must have at least 1 token, responses none below 0" in said
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt_tokens": 10.7, "response_tokens": [3]}, "lengths must be whole numbers, got 10.7"),
+        ({"prompt_tokens": 10, "response_tokens": [3, 4.5]}, "lengths must be whole numbers, got 4.5"),
+        ({"prompt_tokens": "10", "response_tokens": [3]}, "lengths must be whole numbers, got '10'"),
+        ({"prompt_tokens": 10, "response_tokens": "123"}, "response_tokens must be a list of lengths, got '123'"),
+        ({"prompt_tokens": 10, "response_tokens": [True]}, "lengths must be whole numbers, got True"),
+        ({"prompt_tokens": 9, "response_tokens": [3], "static_prompt_tokens": 1.5}, "whole numbers, got 1.5"),
+        ({"doc_tokens": 4.5, "instructions": [{"prompt_tokens": 9, "response_tokens": [1]}]}, "numbers, got 4.5"),
+        ({"doc_tokens": 4, "instructions": [{"prompt_tokens": 9, "response_tokens": "1"}]}, "of lengths, got '1'"),
+    ],
+)
+def test_lengths_that_are_no_whole_numbers(
+    line: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "work.jsonl"
+    file.write_text(json.dumps(line))
+    assert message in usage_error(["plan", "--world", "2", "--workload", str(file)], capsys)
+
+
 @pytest.mark.parametrize(("tokens", "message"), [("1e999", "line 1 of"), ("1" + 30 * "0", "than 64 bits hold")])
 def test_lengths_beyond_all_bounds(
     tokens: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,6 +189,20 @@ def test_simulate(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert all(one["simulated_ms"] >= least for one in theirs if "reuse" not in one["name"])
 
 
+def test_baselines_that_do_not_fit_have_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has no infinity."""
+    file, work = tmp_path / "result.json", tmp_path / "work.jsonl"
+    work.write_text(json.dumps({"prompt_tokens": 2000, "response_tokens": [100] * 4}))
+    ring = Outcome("ring", math.inf, math.inf, 0.0, math.inf, "does not fit in 4.0 MiB a rank")
+    with mock.patch.object(simulate_cli, "compare", lambda *_: [Outcome("augtree", 1.0, 1.0, 0.5, 1.0), ring]):
+        assert main(["simulate", "--world", "1", "--workload", str(work), "--json", str(file)]) == 0
+    assert "does not fit" in capsys.readouterr().out
+    (result,) = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert result["outcomes"][1] | {"note": "", "name": ""} == {
+        "name": "", "simulated_ms": None, "predicted_ms": None, "busy": 0.0, "best": None, "note": "",
+    }  # fmt: skip
+
+
 def test_figures_of_simulate_need_a_folder(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", "--workload", workload, "--world", "2", "--model", "Qwen3-0.6B", "--steps", "1"]
     assert "No such file" in usage_error([*arguments, "--json", "/nowhere/figures.json"], capsys)
@@ -179,7 +220,7 @@ def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = Hardware.load(file)
     assert machine.name == "here" and machine.unmeasured() == ["links.loopback"]
     assert machine.causal_forward.sizes == (64,) and machine.matmul.sizes == (16, 64)
-    assert Planner(str(file)).hardware == machine
+    assert Planner(str(file)).hardware == Planner(file).hardware == machine
     assert main([*PLAN, "--model", "Qwen3-0.6B", "--hardware", str(file)]) == 0
 
 

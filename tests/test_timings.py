@@ -22,6 +22,7 @@ import augtree_fx
 from augtree_fx import CostModel, Planner, Timings, TreeLayout
 from augtree_fx.dtensor_ops import collectives
 from augtree_fx.planner import Execution
+from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.recorder import Clock, Phase, Record, Recorder
 from augtree_fx.timings import measured_parts
 from augtree_fx.transforms import ReplayContext, find_stack
@@ -138,7 +139,7 @@ def test_a_step_has_every_part_and_the_gradients_of_the_plain_model(checkpointin
     assert sum(predicted[name] for name in names[:4]) == pytest.approx(predicted["step"])
     execution = Execution(checkpointing=checkpointing)
     shape = augtree_fx.ReplayShape.from_layout(TreeLayout.from_padded(rows, costs=CostModel.free()))
-    config = replace(augtree_fx.ModelShape.from_config(model.config), dtype_bytes=4)
+    config = augtree_fx.ModelShape.from_model(model)
     plan = Planner("cpu", execution=execution, bucketed=False).plan(shape, config, world_size=1)
     assert predicted["step"] == pytest.approx(plan.total_us / 1e3) or not plan.reuse
 
@@ -223,6 +224,49 @@ def test_waves() -> None:
         assert len(record_of(model).spans[Phase.ATTENTION]) == 2 * LAYERS
 
 
+def planned_by(planner: Planner, rows: Tensor, tokens: int) -> Any:
+    """A model with a planner whose machine holds the model and so many branch tokens beside a prompt."""
+    model = transformed(planner=planner)
+    memory = MemoryModel.of(planner.costs(augtree_fx.ModelShape.from_model(model), world_size=1))
+    limit = memory.peak_bytes(rows.shape[1] - 32, tokens, 1, waved=True)
+    planner.hardware = replace(planner.hardware, memory_bytes=int(limit) + 1)
+    with augtree_fx.measure(model):
+        step(model, rows)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "said"),
+    [(8, 128, "it takes rows by themselves in"), (600, 10**6, None), (600, 128, None)],
+)
+def test_a_plan_that_one_forward_cannot_obey(prompt: int, tokens: int, said: str | None) -> None:
+    """Rows one after another are not what one forward does: the note says what ran."""
+    rows = group(8, prompt, 32)
+    execution = Execution(checkpointing=False, state_bytes_per_weight=2.0, usable_memory=1.0)
+    model = planned_by(Planner("cpu", execution=execution, bucketed=False), rows, tokens)
+    note = timings(model).note
+    if said is None:
+        assert note.startswith("predicted by the plan that ran, for")
+    else:
+        assert note.startswith(f"predicted by a plan that was not obeyed ({said}")
+    assert str(augtree_fx.explain(model, rows[:2]).timings) == str(timings(model))  # of the step, not of these rows
+
+
+def test_rounds_and_other_waves_are_named() -> None:
+    """Plans of other batches stand for what a machine with less memory would be told."""
+    model, rows = transformed(planner=Planner("cpu", bucketed=False)), group(4)
+    with augtree_fx.measure(model):
+        step(model, rows)
+    planned, record = getattr(find_stack(model), STATE).planned, record_of(model)
+    planned.last = replace(planned.last, reuse=True, num_rounds=3)
+    assert "not obeyed (it takes trees in 3 rounds; all of them ran in one pass)" in timings(model).note
+    planned.last = replace(planned.last, num_rounds=1)
+    record.waves = 4
+    assert "not obeyed (it takes one pass; branches ran in 4 waves beside all prompts)" in timings(model).note
+    record.waves = None
+    assert "not obeyed (no batch of rows was shared" in timings(model).note
+
+
 def test_a_compiled_model_is_timed_as_a_block() -> None:
     model, rows = transformed(), group()
     compiled = torch.compile(model, backend="eager")
@@ -291,7 +335,9 @@ def test_waits_for_other_ranks_are_communication(ranks: Ranks) -> None:
     assert first["communication"].predicted_ms > 0 and "predicted for 1 x 2, rotate_kv of cpu" in first.note
 
 
-def test_the_plan_that_ran_is_what_is_compared(ranks: Ranks) -> None:
+def test_the_planner_of_the_model_is_what_is_compared(ranks: Ranks) -> None:
+    """So small a batch is planned as rows by themselves."""
     (first, _, _), _ = ranks.run(on_two_ranks, {"planner": Planner("cpu")}, None)
-    assert first["step"].predicted_ms and "the plan that ran" in first.note
+    assert first["step"].predicted_ms and "predicted by a plan that was not obeyed" in first.note
+    assert "(it takes rows by themselves; their tree ran in one pass)" in first.note
     assert "ran without gradient checkpointing, the plan was made with it" in first.note

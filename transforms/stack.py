@@ -167,7 +167,10 @@ def pack(
         return _pack_now(stack, state, original, given, compiled)
     with state.recorder.span(Phase.PACKING):
         packed = _pack_now(stack, state, original, given, compiled)
-    context = None if packed[0] is None else packed[0].arguments.get(CONTEXT)
+    if packed[0] is None:
+        return packed
+    parts, context = packed[0].parts, packed[0].arguments.get(CONTEXT)
+    state.recorder.last.waves = 0 if parts is None else sum(len(nodes) > 0 for nodes in parts.plan.walk())
     if context is not None and context.lane is not None:
         state.recorder.last.schedule = context.lane.schedule
     return packed

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from augtree_fx.memory import shown
 from augtree_fx.planner.assemble import plan_of
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.packing import pack
@@ -59,7 +60,7 @@ def baselines(shape: ReplayShape, costs: Costs) -> tuple[Baseline, ...]:
 def _baseline(name: str, shape: ReplayShape, found: tuple[Priced | None, list[Priced]], costs: Costs) -> Baseline:
     best, others = found
     if best is None:
-        return Baseline(name, None, f"does not fit in {costs.hardware.memory_bytes / 2**30:.0f} GiB a rank")
+        return Baseline(name, None, f"does not fit in {shown(costs.hardware.memory_bytes)} a rank")
     plan = plan_of(name, shape, best, others, costs)
     if name == "ulysses":
         plan = replace(plan, lanes=tuple(replace(lane, schedule=None) for lane in plan.lanes))

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx plan") -> i
         "--responses", type=responses, action="append", metavar="NxR[,NxR...]",
         help="responses of a group, N of R tokens each: 16x1024, or 8x512,8x4096; once, or once for each group",
     )  # fmt: skip
-    parser.add_argument("--groups", type=whole_number, default=1, help="copies of the groups given; default 1")
+    parser.add_argument("--groups", type=whole_number, help="copies of the groups given; default 1")
     parser.add_argument("--workload", metavar="FILE", help="groups from a workload file in place of --prompt")
     parser.add_argument("--limit", type=whole_number, help="only the first groups of --workload")
     parser.add_argument("--forward-only", action="store_true", help="a pass without backward: old log-probs")
@@ -104,9 +104,12 @@ def responses(text: str) -> list[int]:
 
 def _shape(given: argparse.Namespace) -> ReplayShape:
     if given.workload:
-        if given.prompt or given.responses:
-            raise ValueError("--workload has prompts and responses already, got --prompt or --responses too; drop one")
+        given_too = [f"--{name}" for name in ("prompt", "responses", "groups") if getattr(given, name)]
+        if given_too:
+            raise ValueError(f"--workload has all groups already, got {' and '.join(given_too)} too; drop one")
         return shape_of(read_groups(given.workload)[: given.limit])
+    if given.limit:
+        raise ValueError(f"--limit is of the groups of --workload, got {given.limit} without one; drop it")
     if not given.prompt or not given.responses:
         raise ValueError(
             "a batch needs --prompt and --responses, or --workload, got neither: --prompt 32768 --responses 16x1024"
@@ -117,4 +120,5 @@ def _shape(given: argparse.Namespace) -> ReplayShape:
             f"--responses must be given once, or once for each --prompt, got {len(given.responses)} for "
             f"{len(given.prompt)} prompts"
         )
-    return ReplayShape.from_groups(given.prompt * given.groups, lengths * given.groups)
+    copies = given.groups or 1
+    return ReplayShape.from_groups(given.prompt * copies, lengths * copies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from augtree_fx.planner.assemble import plan_of
@@ -22,7 +23,7 @@ class Planner:
 
     def __init__(
         self,
-        hardware: str | Hardware = "h200",
+        hardware: str | Path | Hardware = "h200",
         *,
         execution: Execution | None = None,
         bucketed: bool = True,
@@ -32,22 +33,43 @@ class Planner:
 
         Args:
             hardware: a profile, its name, or the JSON file that ``calibrate`` wrote.
-            execution: checkpointing, sharding and memory; by default `Execution()`.
+            execution: checkpointing, sharding and memory; by default `Execution()`. Each plan has its own
+                ``forward_only``.
             bucketed: plan for the bucket's lengths, at most 9% above the batch's own, so that similar batches share a
                 plan. Otherwise every batch has its own.
             max_cached: plans that are kept, the least recently used one leaves first.
 
         Raises:
-            ValueError: there is no such profile, or `max_cached` is below 1.
+            ValueError: there is no such profile, `execution` is ``forward_only``, or `max_cached` is below 1.
         """
         if max_cached < 1:
             raise ValueError(f"a planner must keep at least 1 plan, got max_cached={max_cached}; leave it out for 256")
-        self.hardware = profile(hardware) if isinstance(hardware, str) else hardware
-        self.execution = execution or Execution()
+        self._hardware = hardware if isinstance(hardware, Hardware) else profile(str(hardware))
+        self._execution = _checked(execution or Execution())
         self.bucketed = bucketed
         self._max_cached = max_cached
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._latest: Plan | None = None  # at the end of `_plans`
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine; a new one makes new plans."""
+        return self._hardware
+
+    @hardware.setter
+    def hardware(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._plans.clear()
+
+    @property
+    def execution(self) -> Execution:
+        """How steps run; a new one makes new plans."""
+        return self._execution
+
+    @execution.setter
+    def execution(self, execution: Execution) -> None:
+        self._execution = _checked(execution)
+        self._plans.clear()
 
     def plan(self, shape: ReplayShape, model: ModelShape, *, world_size: int, forward_only: bool = False) -> Plan:
         """The plan of a batch.
@@ -87,3 +109,11 @@ class Planner:
         batch = shape.bucketed() if self.bucketed else shape
         best, others = search(batch, costs)
         return plan_of("augtree", batch, best, others, costs)
+
+
+def _checked(execution: Execution) -> Execution:
+    if execution.forward_only:
+        raise ValueError(
+            "a planner plans passes of both kinds, got Execution(forward_only=True); pass forward_only=True to plan()"
+        )
+    return execution

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from augtree_fx.memory import shown
 from augtree_fx.planner.plan import Candidate
 from augtree_fx.planner.pricing import Priced
 from augtree_fx.planner.schedule import Schedule
 from augtree_fx.planner.transfers import kv_bytes, query_bytes
 from augtree_fx.planner.work import SCHEDULES, Costs
-
-_GIGA = 1e9
 
 
 def reason(best: Priced, rejected: Sequence[Candidate], costs: Costs) -> str:
@@ -45,12 +44,12 @@ def _movement(best: Priced, costs: Costs) -> str:
     waves = best.packing.waves * best.packing.rounds if best.packing else 1
     away = (degree - 1) / degree
     repeats = best.packing.waves if best.packing else 1
-    kv = sum(map(float, kv_bytes(float(loads.kv_token_layers[where]) * away * repeats, costs))) / _GIGA
-    queries = sum(map(float, query_bytes(leaf * costs.model.num_layers * away, costs))) / _GIGA
+    kv = sum(map(float, kv_bytes(float(loads.kv_token_layers[where]) * away * repeats, costs)))
+    queries = sum(map(float, query_bytes(leaf * costs.model.num_layers * away, costs)))
     lengths = f"prompt {inner} vs {leaf // waves} response tokens a wave in a lane of {degree}"
     schedule = SCHEDULES[int(best.schedule[slowest])]
     if schedule is Schedule.MOVE_Q:
-        return f"{lengths}: queries move {queries:.2f} GB a rank, KV would move {kv:.2f} GB"
+        return f"{lengths}: queries move {shown(queries)} a rank, KV would move {shown(kv)}"
     word = "rotates" if schedule is Schedule.ROTATE_KV else "is gathered"
     extra = " more, as KV goes around for the prompt itself in the same pass" if repeats == 1 else ""
-    return f"{lengths}: KV {word}, {kv:.2f} GB a rank, queries would move {queries:.2f} GB{extra}"
+    return f"{lengths}: KV {word}, {shown(kv)} a rank, queries would move {shown(queries)}{extra}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from augtree_fx.memory import shown
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.placement import placements
 from augtree_fx.planner.pricing import Priced, best_of, bounds
@@ -11,8 +12,6 @@ from augtree_fx.planner.replay_shape import ReplayShape
 from augtree_fx.planner.terms import head_us, linear_us
 from augtree_fx.planner.units import branches_of
 from augtree_fx.planner.work import BACKWARD_FLOP, Costs, causal_pairs
-
-_GIB = 1 << 30
 
 
 def search(shape: ReplayShape, costs: Costs) -> tuple[Priced, list[Priced]]:
@@ -64,7 +63,7 @@ def _no_room(shape: ReplayShape, costs: Costs) -> str:
         "shorter rows",
     ]
     return (
-        f"a plan must fit in {memory.limit_bytes / _GIB:.1f} GiB a rank, got {needed / _GIB:.1f} GiB for the longest "
-        f"row ({longest} tokens) over all {costs.world_size} ranks, {memory.fixed_bytes / _GIB:.1f} GiB of it weights, "
+        f"a plan must fit in {shown(memory.limit_bytes)} a rank, got {shown(needed)} for the longest "
+        f"row ({longest} tokens) over all {costs.world_size} ranks, {shown(memory.fixed_bytes)} of it weights, "
         f"optimizer and buffers; use {' or '.join(ways)}"
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx simulate") 
             for world_size in given.world:
                 outcomes = compare(planner, model, steps, world_size)
                 print(_table(Path(file).stem, planner, model, steps, world_size, outcomes))
-                results.append({"workload": file, "world": world_size, "outcomes": [vars(one) for one in outcomes]})
+                results.append({"workload": file, "world": world_size, "outcomes": [_json(one) for one in outcomes]})
         print(f"not simulated: {LEFT_OUT}.")
         print("The published figures are those of another system on its own model, machine and workloads.")
         if given.json:
@@ -79,6 +81,11 @@ def main(arguments: Sequence[str], prog: str = "python -m augtree_fx simulate") 
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
+
+
+def _json(outcome: Outcome) -> dict[str, Any]:
+    """For `json.dumps`: what did not run has no times, and JSON no infinity."""
+    return {name: None if value == math.inf else value for name, value in vars(outcome).items()}
 
 
 def compare(planner: Planner, model: ModelShape, steps: Sequence[ReplayShape], world_size: int) -> list[Outcome]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from augtree_fx.memory import shown
 from augtree_fx.planner.plan import Candidate, Lane, Plan
 
-_GIB = 1 << 30
 _MAX_ROWS = 24
 # Columns of prices, and the fields of `Terms` in each; the last one overlaps with computation and is not in the total.
 _COLUMNS = {
@@ -49,7 +49,7 @@ def summary(plan: Plan) -> str:
         f"{'forward only' if costs.execution.forward_only else 'forward and backward'}",
         f"batch: {shape.num_trees} trees, {int(shape.num_rows.sum())} rows, {shape.num_row_tokens} tokens, "
         f"{shape.num_tokens} distinct ({shape.num_row_tokens / shape.num_tokens:.2f}x)",
-        f"predicted: {plan.total_us / 1e3:.1f} ms a step, {plan.memory_bytes / _GIB:.1f} GiB a rank, {passes}",
+        f"predicted: {plan.total_us / 1e3:.1f} ms a step, {shown(plan.memory_bytes)} a rank, {passes}",
         f"because: {plan.reason}",
         "",
         table(plan, "candidates"),
@@ -113,10 +113,10 @@ def _lanes(plan: Plan) -> str:
                 lane.response_tokens,
                 f"{lane.total_us / 1e3:.1f}",
                 *_milliseconds(lane.terms),
-                f"{lane.memory_bytes / _GIB:.1f}",
+                shown(lane.memory_bytes),
             ]
         )
-    headers = ["lane", "ranks", "moves", "trees", "branches", "prompt", "response", "ms", *_COLUMNS, "GiB"]
+    headers = ["lane", "ranks", "moves", "trees", "branches", "prompt", "response", "ms", *_COLUMNS, "memory"]
     return f"lanes\n{tabulate(rows, headers, disable_numparse=True)}{_more(plan.lanes)}"
 
 
@@ -146,10 +146,10 @@ def _ranks(plan: Plan) -> str:
                     f"{lane.response_tokens / lane.degree:.0f}",
                     f"{lane.total_us / 1e3:.1f}",
                     f"{max(1 - lane.total_us / plan.total_us, 0.0):.1%}",
-                    f"{lane.memory_bytes / _GIB:.1f}",
+                    shown(lane.memory_bytes),
                 ]
             )
-    headers = ["rank", "lane", "prompt tokens", "response tokens", "ms", "idle", "GiB"]
+    headers = ["rank", "lane", "prompt tokens", "response tokens", "ms", "idle", "memory"]
     return f"ranks\n{tabulate(rows[:_MAX_ROWS], headers, disable_numparse=True)}{_more(rows)}"
 
 

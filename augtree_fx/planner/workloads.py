@@ -35,7 +35,7 @@ def read_groups(path: str | Path) -> list[Group]:
     """Groups of a workload file, in its order.
 
     Raises:
-        ValueError: a line is no JSON object, lacks its lengths, or has lengths that cannot be.
+        ValueError: a line is no JSON object, lacks its lengths, or has lengths that are not whole numbers or cannot be.
         OSError: the file cannot be read.
     """
     groups: list[Group] = []
@@ -59,14 +59,26 @@ def read_groups(path: str | Path) -> list[Group]:
 
 def _groups_of(line: dict[str, Any], number: str) -> Iterator[Group]:
     if "instructions" in line:
-        prompts = [int(one["prompt_tokens"]) for one in line["instructions"]]
-        shared = min(line.get("lcp_tokens", line.get("doc_tokens", 0)), min(prompts))
+        prompts = [_length(one["prompt_tokens"]) for one in line["instructions"]]
+        shared = min(_length(line.get("lcp_tokens", line.get("doc_tokens", 0))), min(prompts))
         for prompt, one in zip(prompts, line["instructions"], strict=True):
-            yield Group((("document " + number, shared),), prompt - shared, tuple(map(int, one["response_tokens"])))
+            yield Group((("document " + number, shared),), prompt - shared, _lengths(one["response_tokens"]))
         return
-    prompt, responses = int(line["prompt_tokens"]), tuple(map(int, line["response_tokens"]))
-    static = int(line.get("static_prompt_tokens", 0))
+    prompt, responses = _length(line["prompt_tokens"]), _lengths(line["response_tokens"])
+    static = _length(line.get("static_prompt_tokens", 0))
     yield Group((("static", static),) if static else (), prompt - static, responses)
+
+
+def _length(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"lengths must be whole numbers, got {value!r}")
+    return value
+
+
+def _lengths(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"response_tokens must be a list of lengths, got {values!r}")
+    return tuple(map(_length, values))
 
 
 def _checked(group: Group) -> Group:
