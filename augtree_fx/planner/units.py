@@ -16,6 +16,7 @@ import numpy.typing as npt
 from augtree_fx.planner.replay_shape import IntArray, ReplayShape
 
 FloatArray = npt.NDArray[np.float64]
+_MOST_AT_ONCE = 1 << 15  # numbers, beyond which an index of all of them takes longer than a call a row
 
 
 def summed(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
@@ -24,10 +25,14 @@ def summed(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
 
 
 def summed_rows(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
-    """``[..., n] -> [..., size]``: `summed` along the last dimension, all rows in one call."""
+    """``[..., n] -> [..., size]``: `summed` along the last dimension, all rows in one call while they are short."""
     rows = math.prod(values.shape[:-1])
-    index = np.arange(0, rows * size, size)[:, None] + where
-    return summed(index.ravel(), values.ravel(), rows * size).reshape(*values.shape[:-1], size)
+    if values.size > _MOST_AT_ONCE:
+        found = np.array([summed(where, row, size) for row in values.reshape(rows, -1)])
+    else:
+        index = np.arange(0, rows * size, size)[:, None] + where
+        found = summed(index.ravel(), values.ravel(), rows * size)
+    return found.reshape(*values.shape[:-1], size)
 
 
 @dataclass(frozen=True, eq=False)
