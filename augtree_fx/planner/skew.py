@@ -34,8 +34,8 @@ class _Nodes:
         share: which share it belongs to.
         inner: whether it is prefilled.
         parent: whether it has children.
-        amounts: ``[5, nodes]``: tokens, scored tokens, attention of prompts, of branches to themselves, to ancestors;
-            in any unit that is one for all nodes.
+        amounts: ``[6, nodes]``: tokens, scored tokens, attention of prompts, of branches to themselves, to ancestors,
+            in any unit that is one for all nodes; tokens whose keys move. Whole numbers, so that sums are exact.
     """
 
     length: IntArray
@@ -67,24 +67,19 @@ def skew_of(placement: Placement, packing: Packing, loads: Loads, terms: Terms, 
     num_shares, num_ranks = len(degree), int(degree.sum())
     share_of_rank = np.repeat(np.arange(num_shares), degree)
     total = summed_rows(nodes.share, nodes.amounts, num_shares)
-    apart = summed_rows(nodes.share[whole], nodes.amounts[:, whole], num_shares)
-    spread = ((total - apart) / degree)[:, share_of_rank]
-    here = spread + summed_rows(at, nodes.amounts[:, whole], num_ranks)
-    keys = np.where(nodes.inner, nodes.length, 0.0)
-    spread_keys = (summed(nodes.share, keys, num_shares) - summed(nodes.share[whole], keys[whole], num_shares)) / degree
-    here_keys = spread_keys[share_of_rank] + summed(at, keys[whole], num_ranks)
-    pace = _pace(summed_rows(lane_of_share, total, lanes), terms, schedule)[:, lane_of_share[share_of_rank]]
-    slowest = _last_of_each(share_of_rank, (pace * here).sum(axis=0), first)
+    apart = summed_rows(at, nodes.amounts[:, whole], num_ranks)
+    spread = (total - np.add.reduceat(apart, first, axis=1)) / degree
+    here = spread[:, share_of_rank] + apart
+    work, keys = here[:-1], here[-1]
+    pace = _pace(summed_rows(lane_of_share, total[:-1], lanes), terms, schedule)[:, lane_of_share[share_of_rank]]
+    slowest = _last_of_each(share_of_rank, (pace * work).sum(axis=0), first)
     most = summed_rows(lane_of_share, here[:, slowest], lanes)
     mean = summed_rows(lane_of_share, total / degree, lanes)
     # At least 1, so that no price is below that of even shares: what this rank has less of, it waits for.
-    ratios = np.maximum(np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0), 1.0)
-    most_keys = summed(lane_of_share, np.maximum.reduceat(here_keys, first), lanes)
-    mean_keys = summed(lane_of_share, summed(nodes.share, keys, num_shares) / degree, lanes)
-    key_ratio = np.where(mean_keys > 0, most_keys / np.where(mean_keys > 0, mean_keys, 1.0), 1.0)
+    most[-1] = summed(lane_of_share, np.maximum.reduceat(keys, first), lanes)  # of keys, any rank's
+    ratios = np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0)
     cut_tokens = summed(lane_of_share[nodes.share], np.where(cut & ~nodes.inner, nodes.length, 0.0), lanes)
-    tokens, scored, prefill, own, cross = ratios
-    return Skew(tokens, scored, prefill, own, cross, key_ratio, cut_tokens)
+    return Skew(*np.maximum(ratios, 1.0), cut_tokens)
 
 
 def _nodes(placement: Placement, packing: Packing) -> tuple[_Nodes, IntArray]:
@@ -104,7 +99,7 @@ def _nodes(placement: Placement, packing: Packing) -> tuple[_Nodes, IntArray]:
     share = (np.cumsum(present) - 1)[key]
     length, start = shape.length[node], shape.path_start[node]
     own, above = causal_pairs(length.astype(np.float64), None), length.astype(np.float64) * start
-    amounts = [length, shape.scored_tokens[node], (own + above) * inner, own * ~inner, above * ~inner]
+    amounts = [length, shape.scored_tokens[node], (own + above) * inner, own * ~inner, above * ~inner, length * inner]
     nodes = _Nodes(length, share, inner, shape.has_children[node], np.array(amounts, dtype=np.float64))
     return nodes, np.flatnonzero(present) // (packing.rounds * passes)
 
