@@ -7,7 +7,6 @@ memory. All lanes make the same number of passes, since FSDP's collectives meet 
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.placement import Placement
 from augtree_fx.planner.replay_shape import IntArray
-from augtree_fx.planner.units import FloatArray, summed
+from augtree_fx.planner.units import FloatArray, spread, summed
 
 # Prompts of a round with several units leave this much of the free memory to branches.
 _BRANCH_SHARE = 0.5
@@ -159,15 +158,11 @@ def _prompt_rounds(placement: Placement, lane: int, memory: MemoryModel) -> list
 def _waves_of(tokens: IntArray, most_tokens: int) -> IntArray:
     """Wave of each branch, none above `most_tokens` (but for a branch that is longer by itself): longest first."""
     order = np.argsort(-tokens, kind="stable")
+    found = np.empty(len(order), dtype=np.int64)
+    most = max(most_tokens, int(tokens.max()))
     count = max(-(-int(tokens.sum()) // max(most_tokens, 1)), 1)
-    bits = max(count, len(tokens)).bit_length()  # a wave's tokens and its number are one integer, as in `skew`
-    steps = (tokens[order] << bits).tolist()
-    put = heapq.heapreplace
     while True:
-        heap = list(range(count))
-        taken = [put(heap, heap[0] + step) for step in steps]
-        if max(heap) >> bits <= max(most_tokens, steps[0] >> bits) or count >= len(steps):
-            found = np.empty(len(order), dtype=np.int64)
-            found[order] = np.array(taken, dtype=np.int64) & ((1 << bits) - 1)
+        found[order] = spread(tokens[order], count)
+        if summed(found, tokens, count).max() <= most or count >= len(order):
             return found
         count += 1

@@ -113,7 +113,7 @@ def _dealt(nodes: _Nodes, degree: IntArray) -> tuple[IntArray, BoolArray]:
     most = (UNEVEN * total / degree).tolist()
     even = (summed(nodes.share, np.where(cut, nodes.length, 0), len(degree)) / degree).tolist()
     rest = np.flatnonzero(~cut)
-    rest = rest[np.lexsort((-nodes.length[rest], nodes.share[rest]))]
+    rest = rest[np.argsort(nodes.share[rest] * (int(nodes.length.max()) + 1) - nodes.length[rest], kind="stable")]
     share = nodes.share[rest]
     begins = np.searchsorted(share, np.arange(len(degree) + 1))
     splits = begins[:-1] + np.bincount(share[long[rest]], minlength=len(degree))  # the longest may be cut

@@ -6,6 +6,7 @@ those of two groups with equal prompts would, so a cut needs no communication be
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,17 @@ def summed_rows(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
         index = np.arange(0, rows * size, size)[:, None] + where
         found = summed(index.ravel(), values.ravel(), rows * size)
     return found.reshape(*values.shape[:-1], size)
+
+
+def spread(sizes: IntArray, count: int) -> IntArray:
+    """Which of so many bins each thing goes to: one after another, into the bin with least, of several the first.
+
+    What a bin has and its number are one integer: a heap orders those several times faster than pairs.
+    """
+    bits = count.bit_length()
+    heap, put = list(range(count)), heapq.heapreplace
+    taken = [put(heap, heap[0] + step) for step in (sizes << bits).tolist()]
+    return np.array(taken, dtype=np.int64) & ((1 << bits) - 1)
 
 
 @dataclass(frozen=True, eq=False)
