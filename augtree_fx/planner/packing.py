@@ -80,20 +80,32 @@ def _first_fit(
 ) -> tuple[list[int], list[float]]:
     """Round of each unit of a lane, the first one with room, and peak bytes of each round. Every unit fits alone."""
     least = min(inner, default=0.0), min(leaf, default=0.0)
+    of_any, of_longer = memory.slopes(degree)
+    longer = leaf if sum(leaf) > sum(inner) else inner
+    lowest = [
+        (prompt + replayed) * of_any + more * of_longer
+        for prompt, replayed, more in zip(inner, leaf, longer, strict=True)
+    ]
+    free_bytes = (memory.limit_bytes - memory.fixed_bytes) * (1 + 1e-9)
+    filled: list[float] = []  # bytes of each round at least: most that are full are quickly told by that
     held: list[tuple[float, float]] = []
     needed: list[float] = []
     numbers: list[int] = []
     room: list[int] = []  # rounds in which something may still fit
-    for prompt, replayed in zip(inner, leaf, strict=True):
+    for prompt, replayed, low in zip(inner, leaf, lowest, strict=True):
         for number in room:
+            if filled[number] + low > free_bytes:
+                continue
             both = held[number][0] + prompt, held[number][1] + replayed
             peak = memory.peak_of_lane(*both, degree, waved=False)
             if peak <= memory.limit_bytes:
                 held[number], needed[number] = both, peak
+                filled[number] += low
                 break
         else:
             number, both = len(held), (prompt, replayed)
             held.append(both)
+            filled.append(low)
             needed.append(memory.peak_of_lane(*both, degree, waved=False))
             room.append(number)
         numbers.append(number)

@@ -189,7 +189,7 @@ def _lane_json(lane: Lane) -> dict[str, Any]:
         "ranks": list(lane.ranks),
         "schedule": lane.schedule and lane.schedule.value,
         "prefill_schedule": lane.prefill_schedule.value,
-        "parts": [vars(part) | {"branches": list(part.branches)} for part in lane.parts],
+        "parts": [part._asdict() | {"branches": list(part.branches)} for part in lane.parts],
         "waves": [vars(wave) | {"branches": list(wave.branches)} for wave in lane.waves],
         "total_us": lane.total_us,
         "terms": dict(lane.terms),
