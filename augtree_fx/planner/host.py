@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from augtree_fx.planner.loads import Loads
+from augtree_fx.planner.loads import Loads, by_degree
 from augtree_fx.planner.schedule import Schedule
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, Costs
@@ -28,32 +28,33 @@ LANE_LAUNCHES, TRANSFER_LAUNCHES = 235.0, 118.0
 QUERY_TRANSFERS = {False: 3.0, True: 5.0}
 
 
-def num_calls(degree: FloatArray, num_levels: int, schedule: Schedule) -> FloatArray:
+def num_calls(degree: int, num_levels: int, schedule: Schedule) -> int:
     """Attention calls of a rank in one layer: at most, on several ranks, those of `dtensor_ops.tables`.
 
     One rank: a causal one, and one for each pair of levels. Several: three on own keys, two on each other rank's; on
     gathered ones no more than three.
     """
+    if degree == 1:
+        return 1 + num_levels * (num_levels - 1) // 2
     others = 2 * degree - 2
-    if schedule is Schedule.GATHER_KV:
-        others = np.minimum(others, 3)
-    return np.where(degree > 1, 3 + others, 1 + num_levels * (num_levels - 1) / 2)
+    return 3 + (min(others, 3) if schedule is Schedule.GATHER_KV else others)
 
 
-def num_transfers(degree: FloatArray, schedule: Schedule, *, backward: bool, keys: bool = True) -> FloatArray:
+def num_transfers(degree: int, schedule: Schedule, *, backward: bool, keys: bool = True) -> float:
     """Transfers of a rank in one layer and direction; ``keys``: whether those of prompts move beside queries."""
-    rounds = (1.0 + backward) * (degree - 1 if schedule is not Schedule.GATHER_KV else np.ones_like(degree))
-    moved = rounds * keys + QUERY_TRANSFERS[backward] if schedule is Schedule.MOVE_Q else rounds
-    return np.where(degree > 1, moved, 0.0)
+    if degree == 1:
+        return 0.0
+    rounds = (1.0 + backward) * (1 if schedule is Schedule.GATHER_KV else degree - 1)
+    return rounds * keys + QUERY_TRANSFERS[backward] if schedule is Schedule.MOVE_Q else rounds
 
 
 def layer_us(
-    degree: FloatArray, num_levels: int, schedule: Schedule, costs: Costs, *, backward: bool, keys: bool = True
-) -> FloatArray:
+    degree: int, num_levels: int, schedule: Schedule, costs: Costs, *, backward: bool, keys: bool = True
+) -> float:
     """Microseconds of one layer in one direction."""
     forwards = 2 if backward else 1
     launches = LAYER_LAUNCHES + CALL_LAUNCHES * num_calls(degree, num_levels, schedule)
-    launches = launches + np.where(degree > 1, LANE_LAUNCHES, 0.0)
+    launches += LANE_LAUNCHES if degree > 1 else 0.0
     sent = num_transfers(degree, schedule, backward=backward, keys=keys)
     return costs.hardware.call_us * (forwards * launches + TRANSFER_LAUNCHES * sent)
 
@@ -71,13 +72,17 @@ def waits_us(
         head_us: ``[lanes]`` its time in the LM head.
         costs: what prices depend on.
     """
-    execution, degree = costs.execution, loads.degree
+    execution = costs.execution
     passes = rounds * (waves + 1 if waves > 1 else 1)
-    host = np.stack([
-        execution.forwards * layer_us(degree, loads.num_levels, schedule, costs, backward=False, keys=waves == 1)
-        + execution.backwards * layer_us(degree, loads.num_levels, schedule, costs, backward=True, keys=waves == 1)
-        for schedule in SCHEDULES
-    ])  # fmt: skip
+
+    def row_of(ranks: int) -> list[float]:
+        return [
+            execution.forwards * layer_us(ranks, loads.num_levels, schedule, costs, backward=False, keys=waves == 1)
+            + execution.backwards * layer_us(ranks, loads.num_levels, schedule, costs, backward=True, keys=waves == 1)
+            for schedule in SCHEDULES
+        ]
+
+    host = by_degree(loads.degree, row_of)
     used = loads.inner_tokens + loads.leaf_tokens > 0
     late = np.maximum(np.where(used, host * costs.model.num_layers * passes, 0.0) - layers_us, 0.0)
     first = 1 / (execution.forwards + 2 * execution.backwards)  # of it the forward, before the head

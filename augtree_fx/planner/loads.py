@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,6 +58,18 @@ class Loads(Amounts):
     prefill_us: FloatArray
     cross_us: FloatArray
     skew: Skew
+
+    def of(self, lanes: slice) -> Loads:
+        """Some of the lanes."""
+        skew = Skew(*(values[lanes] for values in self.skew))
+        own = self.sums[:, lanes], self.longest_leaf[lanes], self.degree[lanes]
+        return Loads(*own, self.num_levels, self.prefill_us[lanes], self.cross_us[:, lanes], skew)
+
+
+def by_degree(degree: FloatArray, row_of: Callable[[int], Sequence[float]]) -> FloatArray:
+    """``[values, lanes]``: numbers that depend on a lane's degree alone, asked for once a degree."""
+    distinct = np.array(sorted(set(degree.tolist())))
+    return np.array([row_of(int(ranks)) for ranks in distinct]).T[:, np.searchsorted(distinct, degree)]
 
 
 def loads_of(placements: Sequence[Placement]) -> Loads:

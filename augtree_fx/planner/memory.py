@@ -85,6 +85,10 @@ class MemoryModel:
         gathered = max(inner, leaf) * self.gathered_bytes if degree > 1 else 0.0
         return self.fixed_bytes + per_rank + running + gathered
 
+    def slopes(self, degree: int) -> tuple[float, float]:
+        """Bytes that one more token adds to a pass over prompts and branches: any one, and one of the longer side."""
+        return (self.kept_bytes + self.layer_bytes) / degree, self.gathered_bytes if degree > 1 else 0.0
+
     def surely_fits(self, tokens: float) -> bool:
         """Whether so many tokens fit on a rank whatever the lane and the schedule are: quickly asked, never wrong."""
         most = self.kept_bytes + self.kv_bytes + self.layer_bytes + self.gathered_bytes

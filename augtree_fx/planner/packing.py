@@ -7,7 +7,6 @@ memory. All lanes make the same number of passes, since FSDP's collectives meet 
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.planner.placement import Placement
 from augtree_fx.planner.replay_shape import IntArray
-from augtree_fx.planner.units import FloatArray, summed
+from augtree_fx.planner.units import FloatArray, spread, summed
 
 # Prompts of a round with several units leave this much of the free memory to branches.
 _BRANCH_SHARE = 0.5
@@ -55,28 +54,64 @@ def pack(placement: Placement, memory: MemoryModel) -> Packing | None:
 def _joint(placement: Placement, memory: MemoryModel) -> Packing | None:
     """Rounds in which prompts and branches run together."""
     work = placement.family.work
-    round_of_unit = np.zeros(placement.family.units.num_units, dtype=np.int64)
+    degree_of_unit = placement.lane_degrees[placement.lane_of_unit]
+    alone = memory.peak_bytes(work.inner_tokens, work.leaf_tokens, degree_of_unit, waved=False)
+    if (alone > memory.limit_bytes).any():
+        return None
+    order = np.lexsort((-(work.inner_tokens + work.leaf_tokens), placement.lane_of_unit))
+    begins = np.searchsorted(placement.lane_of_unit[order], np.arange(len(placement.lane_degrees) + 1)).tolist()
+    inner, leaf = work.inner_tokens[order].tolist(), work.leaf_tokens[order].tolist()
     peak = np.full(len(placement.lane_degrees), memory.fixed_bytes)
-    order = np.argsort(-(work.inner_tokens + work.leaf_tokens), kind="stable").tolist()
-    held: list[list[tuple[float, float]]] = [[] for _ in placement.lane_degrees]
-    inner, leaf, lane_of_unit = work.inner_tokens.tolist(), work.leaf_tokens.tolist(), placement.lane_of_unit.tolist()
-    degrees = placement.lane_degrees.tolist()
-    for unit in order:
-        lane = lane_of_unit[unit]
-        rounds = held[lane]
-        for number in range(len(rounds) + 1):
-            before = rounds[number] if number < len(rounds) else (0.0, 0.0)
-            both = before[0] + inner[unit], before[1] + leaf[unit]
-            needed = memory.peak_of_lane(*both, degrees[lane], waved=False)
-            if needed <= memory.limit_bytes:
-                rounds[number : number + 1] = [both]
-                round_of_unit[unit] = number
-                peak[lane] = max(peak[lane], needed)
+    found, num_rounds = [], 1
+    for lane, degree in enumerate(placement.lane_degrees.tolist()):
+        units = slice(begins[lane], begins[lane + 1])
+        numbers, needed = _first_fit(inner[units], leaf[units], degree, memory)
+        found += numbers
+        peak[lane] = max(needed, default=memory.fixed_bytes)
+        num_rounds = max(num_rounds, len(needed))
+    round_of_unit = np.empty(len(order), dtype=np.int64)
+    round_of_unit[order] = found
+    still = np.zeros(len(placement.family.units.unit_of_branch), dtype=np.int64)
+    return Packing(num_rounds, 1, round_of_unit, still, peak)
+
+
+def _first_fit(
+    inner: list[float], leaf: list[float], degree: int, memory: MemoryModel
+) -> tuple[list[int], list[float]]:
+    """Round of each unit of a lane, the first one with room, and peak bytes of each round. Every unit fits alone."""
+    least = min(inner, default=0.0), min(leaf, default=0.0)
+    of_any, of_longer = memory.slopes(degree)
+    longer = leaf if sum(leaf) > sum(inner) else inner
+    lowest = [
+        (prompt + replayed) * of_any + more * of_longer
+        for prompt, replayed, more in zip(inner, leaf, longer, strict=True)
+    ]
+    free_bytes = (memory.limit_bytes - memory.fixed_bytes) * (1 + 1e-9)
+    filled: list[float] = []  # bytes of each round at least: most that are full are quickly told by that
+    held: list[tuple[float, float]] = []
+    needed: list[float] = []
+    numbers: list[int] = []
+    room: list[int] = []  # rounds in which something may still fit
+    for prompt, replayed, low in zip(inner, leaf, lowest, strict=True):
+        for number in room:
+            if filled[number] + low > free_bytes:
+                continue
+            both = held[number][0] + prompt, held[number][1] + replayed
+            peak = memory.peak_of_lane(*both, degree, waved=False)
+            if peak <= memory.limit_bytes:
+                held[number], needed[number] = both, peak
+                filled[number] += low
                 break
         else:
-            return None
-    still = np.zeros(len(placement.family.units.unit_of_branch), dtype=np.int64)
-    return Packing(max(map(len, held)), 1, round_of_unit, still, peak)
+            number, both = len(held), (prompt, replayed)
+            held.append(both)
+            filled.append(low)
+            needed.append(memory.peak_of_lane(*both, degree, waved=False))
+            room.append(number)
+        numbers.append(number)
+        if memory.peak_of_lane(both[0] + least[0], both[1] + least[1], degree, waved=False) > memory.limit_bytes:
+            room.remove(number)
+    return numbers, needed
 
 
 def _waved(placement: Placement, memory: MemoryModel) -> Packing | None:
@@ -134,16 +169,12 @@ def _prompt_rounds(placement: Placement, lane: int, memory: MemoryModel) -> list
 
 def _waves_of(tokens: IntArray, most_tokens: int) -> IntArray:
     """Wave of each branch, none above `most_tokens` (but for a branch that is longer by itself): longest first."""
-    order = np.argsort(-tokens, kind="stable").tolist()
-    sizes = tokens.tolist()
+    order = np.argsort(-tokens, kind="stable")
+    found = np.empty(len(order), dtype=np.int64)
+    most = max(most_tokens, int(tokens.max()))
     count = max(-(-int(tokens.sum()) // max(most_tokens, 1)), 1)
     while True:
-        heap = [(0, wave) for wave in range(count)]
-        found = [0] * len(sizes)
-        for branch in order:
-            load, wave = heap[0]
-            heapq.heapreplace(heap, (load + sizes[branch], wave))
-            found[branch] = wave
-        if max(load for load, _ in heap) <= max(most_tokens, sizes[order[0]]) or count >= len(sizes):
-            return np.array(found, dtype=np.int64)
+        found[order] = spread(tokens[order], count)
+        if summed(found, tokens, count).max() <= most or count >= len(order):
+            return found
         count += 1

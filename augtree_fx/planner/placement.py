@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +84,10 @@ def family_of(branches: Branches, branch_work: BranchWork, parts: IntArray, shap
 def merged(placement: Placement, costs: Costs) -> Placement:
     """The placement as it runs: what a lane has of one tree is one unit, whose ancestors are computed once there."""
     units, lane = placement.family.units, placement.lane_of_unit
-    if len(np.unique(units.tree * len(placement.lane_degrees) + lane)) == units.num_units:
+    if units.num_units == units.shape.num_trees:
+        return placement
+    where = np.sort(units.tree * len(placement.lane_degrees) + lane)
+    if (where[1:] != where[:-1]).all():
         return placement
     found, lane_of_unit = joined(units, lane)
     family = _weighed(found, placement.family.branch_work, costs)
@@ -210,14 +214,15 @@ def _placed(family: Family, lane_degrees: IntArray, assumed: int, name: str) -> 
         heaps = [
             [(0.0, lane) for lane, degree in enumerate(lanes) if column_of[degree] == column] for column in columns
         ]
-        rows = usable.tolist()
+        rows, free = usable.tolist(), [0.0] * len(heaps)
         for unit in order:
-            row = rows[unit]
-            ends = [heap[0][0] + time for heap, time in zip(heaps, row, strict=True)]
-            choice = ends.index(min(ends))
-            load, lane = heaps[choice][0]
-            heapq.heapreplace(heaps[choice], (ends[choice], lane))
-            lane_of_unit[unit] = lane
+            ends = list(map(add, free, rows[unit]))
+            end = min(ends)
+            choice = ends.index(end)
+            heap = heaps[choice]
+            lane_of_unit[unit] = heap[0][1]
+            heapq.heapreplace(heap, (end, heap[0][1]))
+            free[choice] = heap[0][0]
     yield Placement(family, np.array(lane_of_unit), lane_degrees, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from augtree_fx.planner.replay_shape import ReplayShape
 from augtree_fx.planner.schedule import Schedule
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from augtree_fx.planner.baselines import Baseline
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a lane has of one tree.
+class Part(NamedTuple):
+    """What a lane has of one tree. A tuple, since a batch has tens of thousands.
 
     Attributes:
         tree: index of the tree's root in the plan's shape.

@@ -156,7 +156,7 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
         schedules = [one for one in schedules if one is not Schedule.MOVE_Q] or schedules
     if packing.rounds == packing.waves == 1 and priced.placement.lane_degrees.max() == 1:
         return replace(priced, packing=packing)
-    loads = loads_of([priced.placement])
+    loads = priced.loads.of(priced.lanes)
 
     def price(skew: Skew, *, cut: bool, allowed: Collection[Schedule] = schedules) -> Priced:
         batch = _batch(replace(loads, skew=skew), packing.waves, packing.rounds, allowed, costs)
@@ -169,7 +169,10 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
         passed_on = loads.longest_leaf * loads.degree / np.maximum(loads.degree - 1, 1)  # to the ranks of its branch
         skew = skew_of_runs(priced.placement, loads)
         return price(skew._replace(cut_tokens=np.where(loads.longest_leaf > share, passed_on, 0.0)), cut=False)
-    even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
+    if packing.rounds == packing.waves == 1:  # as in the bound
+        even = _chosen(loads, priced._batch.terms.of(priced.lanes), schedules)
+    else:
+        even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
     dealt = partial(skew_of, priced.placement, packing, loads, even.terms, even.schedule)
     skew = dealt()
     whole = price(skew, cut=False)
@@ -205,7 +208,7 @@ def best_of(bounds: list[Priced], costs: Costs) -> tuple[Priced | None, list[Pri
         if best is not None and candidate.rank >= best.rank:
             others.append(candidate)
             continue
-        refined = refine(candidate, costs)
+        refined = refine(candidate, costs) if candidate.packing is None else candidate
         if refined is not None and (best is None or refined.rank < best.rank):
             others += [best] if best else []
             best = refined
@@ -215,7 +218,11 @@ def best_of(bounds: list[Priced], costs: Costs) -> tuple[Priced | None, list[Pri
 
 
 def _batch(loads: Loads, waves: int, rounds: int, schedules: Collection[Schedule], costs: Costs) -> _Batch:
-    terms = terms_of(loads, waves, rounds, costs, may_gather=Schedule.GATHER_KV in schedules)
+    return _chosen(loads, terms_of(loads, waves, rounds, costs, may_gather=Schedule.GATHER_KV in schedules), schedules)
+
+
+def _chosen(loads: Loads, terms: Terms, schedules: Collection[Schedule]) -> _Batch:
+    """Every lane in the schedule that takes least."""
     total = terms.total_us
     allowed = [index for index, schedule in enumerate(SCHEDULES) if schedule in schedules]
     # Where nothing moves it is the last one: gather, the reference, where allowed.

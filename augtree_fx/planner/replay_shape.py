@@ -169,10 +169,14 @@ class ReplayShape:
         return len(self.level_begin) - 1
 
     @cached_property
+    def has_children(self) -> npt.NDArray[np.bool_]:
+        """``[nodes]`` whether others continue a node."""
+        return np.bincount(self.parent[self.num_trees :], minlength=self.num_nodes) > 0
+
+    @cached_property
     def is_leaf(self) -> npt.NDArray[np.bool_]:
         """``[nodes]`` whether a node is replayed: it has a parent and no children. All others are prefilled."""
-        children = np.bincount(self.parent[self.num_trees :], minlength=self.num_nodes)
-        return (children == 0) & (self.parent >= 0)
+        return ~self.has_children & (self.parent >= 0)
 
     @cached_property
     def tree(self) -> IntArray:

@@ -188,14 +188,14 @@ class _LaneRun:
 
     def _host_us(self, one: _Pass, *, backward: bool) -> float:
         """A layer's time on the host, in backward with the forward that runs again."""
-        plan, degree = self.plan, np.array(float(self.lane.degree))
+        plan = self.plan
         if not (self.share.prompt_tokens.any() or self.share.branch_tokens.any()):
             return 0.0
         schedule = self.lane.schedule or Schedule.GATHER_KV
-        args = (degree, plan.shape.num_levels, schedule, plan.costs)
-        forward_us = float(layer_us(*args, backward=False, keys=one.prefills))
+        args = (self.lane.degree, plan.shape.num_levels, schedule, plan.costs)
+        forward_us = layer_us(*args, backward=False, keys=one.prefills)
         again = forward_us * plan.costs.execution.checkpointing
-        return float(layer_us(*args, backward=True, keys=one.prefills)) + again if backward else forward_us
+        return layer_us(*args, backward=True, keys=one.prefills) + again if backward else forward_us
 
     def _forward(self, kind: int) -> None:
         self._dense(1)

@@ -34,8 +34,8 @@ class _Nodes:
         share: which share it belongs to.
         inner: whether it is prefilled.
         parent: whether it has children.
-        amounts: ``[5, nodes]``: tokens, scored tokens, attention of prompts, of branches to themselves, to ancestors;
-            in any unit that is one for all nodes.
+        amounts: ``[6, nodes]``: tokens, scored tokens, attention of prompts, of branches to themselves, to ancestors,
+            in any unit that is one for all nodes; tokens whose keys move. Whole numbers, so that sums are exact.
     """
 
     length: IntArray
@@ -70,24 +70,19 @@ def skew_of(
     num_shares, num_ranks = len(degree), int(degree.sum())
     share_of_rank = np.repeat(np.arange(num_shares), degree)
     total = summed_rows(nodes.share, nodes.amounts, num_shares)
-    apart = summed_rows(nodes.share[whole], nodes.amounts[:, whole], num_shares)
-    spread = ((total - apart) / degree)[:, share_of_rank]
-    here = spread + summed_rows(at, nodes.amounts[:, whole], num_ranks)
-    keys = np.where(nodes.inner, nodes.length, 0.0)
-    spread_keys = (summed(nodes.share, keys, num_shares) - summed(nodes.share[whole], keys[whole], num_shares)) / degree
-    here_keys = spread_keys[share_of_rank] + summed(at, keys[whole], num_ranks)
-    pace = _pace(summed_rows(lane_of_share, total, lanes), terms, schedule)[:, lane_of_share[share_of_rank]]
-    slowest = _last_of_each(share_of_rank, (pace * here).sum(axis=0), first)
+    apart = summed_rows(at, nodes.amounts[:, whole], num_ranks)
+    spread = (total - np.add.reduceat(apart, first, axis=1)) / degree
+    here = spread[:, share_of_rank] + apart
+    work, keys = here[:-1], here[-1]
+    pace = _pace(summed_rows(lane_of_share, total[:-1], lanes), terms, schedule)[:, lane_of_share[share_of_rank]]
+    slowest = _last_of_each(share_of_rank, (pace * work).sum(axis=0), first)
     most = summed_rows(lane_of_share, here[:, slowest], lanes)
     mean = summed_rows(lane_of_share, total / degree, lanes)
     # At least 1, so that no price is below that of even shares: what this rank has less of, it waits for.
-    ratios = np.maximum(np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0), 1.0)
-    most_keys = summed(lane_of_share, np.maximum.reduceat(here_keys, first), lanes)
-    mean_keys = summed(lane_of_share, summed(nodes.share, keys, num_shares) / degree, lanes)
-    key_ratio = np.where(mean_keys > 0, most_keys / np.where(mean_keys > 0, mean_keys, 1.0), 1.0)
+    most[-1] = summed(lane_of_share, np.maximum.reduceat(keys, first), lanes)  # of keys, any rank's
+    ratios = np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0)
     cut_tokens = summed(lane_of_share[nodes.share], np.where(in_pieces & ~nodes.inner, nodes.length, 0.0), lanes)
-    tokens, scored, prefill, own, cross = ratios
-    return Skew(tokens, scored, prefill, own, cross, key_ratio, cut_tokens)
+    return Skew(*np.maximum(ratios, 1.0), cut_tokens)
 
 
 def skew_of_runs(placement: Placement, loads: Loads) -> Skew:
@@ -128,13 +123,14 @@ def _nodes(placement: Placement, packing: Packing) -> tuple[_Nodes, IntArray]:
     key = (placement.lane_of_unit[unit] * packing.rounds + packing.round_of_unit[unit]) * passes + number
     shared = placement.lane_degrees[placement.lane_of_unit[unit]] > 1
     inner = (np.arange(len(node)) < len(units.block_unit))[shared]
-    used, share = np.unique(key[shared], return_inverse=True)
-    node = node[shared]
+    key, node = key[shared], node[shared]
+    present = np.bincount(key) > 0
+    share = (np.cumsum(present) - 1)[key]
     length, start = shape.length[node], shape.path_start[node]
     own, above = causal_pairs(length.astype(np.float64), None), length.astype(np.float64) * start
-    amounts = [length, shape.scored_tokens[node], (own + above) * inner, own * ~inner, above * ~inner]
-    parent = np.isin(node, shape.parent)
-    return _Nodes(length, share, inner, parent, np.array(amounts, dtype=np.float64)), used // (packing.rounds * passes)
+    amounts = [length, shape.scored_tokens[node], (own + above) * inner, own * ~inner, above * ~inner, length * inner]
+    nodes = _Nodes(length, share, inner, shape.has_children[node], np.array(amounts, dtype=np.float64))
+    return nodes, np.flatnonzero(present) // (packing.rounds * passes)
 
 
 def _dealt(nodes: _Nodes, degree: IntArray, *, cut: bool) -> tuple[IntArray, BoolArray]:
@@ -146,22 +142,27 @@ def _dealt(nodes: _Nodes, degree: IntArray, *, cut: bool) -> tuple[IntArray, Boo
     most = (UNEVEN * total / degree).tolist()
     even = (summed(nodes.share, np.where(prompts, nodes.length, 0), len(degree)) / degree).tolist()
     rest = np.flatnonzero(~prompts)
-    rest = rest[np.lexsort((-nodes.length[rest], nodes.share[rest]))]
-    before, heap = -1, []
-    asked = cut & (nodes.length >= 2 * degree[nodes.share] * MIN_CUT_TOKENS)
-    lengths, shares = nodes.length[rest].tolist(), nodes.share[rest].tolist()
-    replace, found = heapq.heapreplace, []
-    for length, share, may_cut, must in zip(lengths, shares, long[rest].tolist(), asked[rest].tolist(), strict=True):
-        if share != before:
-            before, heap = share, [(0, number) for number in range(int(degree[share]))]
-        least, owner = heap[0]
-        if must or (may_cut and even[share] + least + length > most[share]):
-            even[share] += length / len(heap)
-            owner = -1
-        else:
-            replace(heap, (least + length, owner))
-        found.append(owner)
-    rank[rest] = found
+    rest = rest[np.argsort(nodes.share[rest] * (int(nodes.length.max()) + 1) - nodes.length[rest], kind="stable")]
+    share = nodes.share[rest]
+    begins = np.searchsorted(share, np.arange(len(degree) + 1))
+    may_cut = nodes.length[rest] >= 2 * degree[share] * (MIN_CUT_TOKENS if cut else MIN_CHUNK_TOKENS)
+    splits = begins[:-1] + np.bincount(share[may_cut], minlength=len(degree))  # they are the longest
+    # A rank's tokens and its number are one integer: a heap orders those several times faster than pairs.
+    bits = int(degree.max()).bit_length()
+    steps = (nodes.length[rest] << bits).tolist()
+    put, found = heapq.heapreplace, []
+    spans = zip(begins.tolist(), splits.tolist(), begins[1:].tolist(), degree.tolist(), strict=False)
+    for number, (begin, split, end, ranks) in enumerate(spans):
+        heap = list(range(ranks))
+        for step in steps[begin:split]:
+            if cut or even[number] + (heap[0] >> bits) + (step >> bits) > most[number]:
+                even[number] += (step >> bits) / ranks
+                found.append(-1)
+            else:
+                found.append(put(heap, heap[0] + step))
+        found += [put(heap, heap[0] + step) for step in steps[split:end]]
+    owner = np.array(found, dtype=np.int64)
+    rank[rest] = np.where(owner < 0, -1, owner & ((1 << bits) - 1))
     return rank, rank < 0
 
 

@@ -197,7 +197,7 @@ def _lane_json(lane: Lane) -> dict[str, Any]:
         "schedule": lane.schedule and lane.schedule.value,
         "prefill_schedule": lane.prefill_schedule.value,
         "cut": lane.cut,
-        "parts": [vars(part) | {"branches": list(part.branches)} for part in lane.parts],
+        "parts": [part._asdict() | {"branches": list(part.branches)} for part in lane.parts],
         "waves": [vars(wave) | {"branches": list(wave.branches)} for wave in lane.waves],
         "total_us": lane.total_us,
         "terms": dict(lane.terms),

@@ -68,6 +68,10 @@ class Terms:
         lane = self.linear_us + self.head_us + self.prefill_attention_us + self.prefill_exposed_us
         return lane + self.replay_attention_us + self.exposed_us + self.merge_us + self.host_us + self.weights_us
 
+    def of(self, lanes: slice) -> Terms:
+        """Those of some lanes."""
+        return Terms(*(getattr(self, name)[..., lanes] for name in _TERMS))
+
     def rows(self, lanes: IntArray, schedule: IntArray) -> list[dict[str, float]]:
         """Every term of some lanes, each in its schedule."""
         arrays = [getattr(self, name) for name in _TERMS]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from augtree_fx.planner.loads import Loads
+from augtree_fx.planner.loads import Loads, by_degree
 from augtree_fx.planner.memory import FLOAT32_BYTES
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, Costs
@@ -75,19 +75,17 @@ class Links(NamedTuple):
 
 
 def links_of(degree: FloatArray, costs: Costs) -> Links:
-    distinct, where = np.unique(degree, return_inverse=True)
-    links = [costs.hardware.link(int(ranks)) for ranks in distinct]
-    rows = [
-        (
+    def row_of(ranks: int) -> tuple[float, ...]:
+        link = costs.hardware.link(ranks)
+        return (
             link.latency_us,
             1e6 / link.ring_bytes_per_s,
             1e6 / link.all_gather_bytes_per_s,
             1e6 / link.reduce_scatter_bytes_per_s,
             1e6 / link.all_to_all_bytes_per_s,
         )
-        for link in links
-    ]
-    return Links(*np.array(rows).T[:, where])
+
+    return Links(*by_degree(degree, row_of))
 
 
 @dataclass(frozen=True, eq=False)

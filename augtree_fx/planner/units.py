@@ -6,6 +6,7 @@ those of two groups with equal prompts would, so a cut needs no communication be
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from augtree_fx.planner.replay_shape import IntArray, ReplayShape
 
 FloatArray = npt.NDArray[np.float64]
+_MOST_AT_ONCE = 1 << 15  # numbers, beyond which an index of all of them takes longer than a call a row
 
 
 def summed(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
@@ -24,10 +26,25 @@ def summed(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
 
 
 def summed_rows(where: IntArray, values: npt.NDArray, size: int) -> FloatArray:
-    """``[..., n] -> [..., size]``: `summed` along the last dimension, all rows in one call."""
+    """``[..., n] -> [..., size]``: `summed` along the last dimension, all rows in one call while they are short."""
     rows = math.prod(values.shape[:-1])
-    index = np.arange(0, rows * size, size)[:, None] + where
-    return summed(index.ravel(), values.ravel(), rows * size).reshape(*values.shape[:-1], size)
+    if values.size > _MOST_AT_ONCE:
+        found = np.array([summed(where, row, size) for row in values.reshape(rows, -1)])
+    else:
+        index = np.arange(0, rows * size, size)[:, None] + where
+        found = summed(index.ravel(), values.ravel(), rows * size)
+    return found.reshape(*values.shape[:-1], size)
+
+
+def spread(sizes: IntArray, count: int) -> IntArray:
+    """Which of so many bins each thing goes to: one after another, into the bin with least, of several the first.
+
+    What a bin has and its number are one integer: a heap orders those several times faster than pairs.
+    """
+    bits = count.bit_length()
+    heap, put = list(range(count)), heapq.heapreplace
+    taken = [put(heap, heap[0] + step) for step in (sizes << bits).tolist()]
+    return np.array(taken, dtype=np.int64) & ((1 << bits) - 1)
 
 
 @dataclass(frozen=True, eq=False)

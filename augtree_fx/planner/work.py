@@ -168,7 +168,8 @@ def measure(units: Units, branch_work: BranchWork, degrees: tuple[int, ...], cos
             continue
         if shape.num_levels > 2:
             prefill += layers * _block_us(block, units.inner_below, 1 / degree, costs)
-        cross += layers * _cross_us(block, units.leaf_below, degree, costs)
+        if len(units.unit_of_branch):
+            cross += layers * _cross_us(block, units.leaf_below, degree, costs)
     inner, scored, kv = units.sum_blocks(np.stack([block, shape.scored_tokens[units.block_node], kv_layers]))
     leaf, leaf_scored, *own = units.sum_branches(branch_work.sums)
     longest = np.zeros(units.num_units)
