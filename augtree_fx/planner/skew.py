@@ -82,7 +82,8 @@ def skew_of(
     most[-1] = summed(lane_of_share, np.maximum.reduceat(keys, first), lanes)  # of keys, any rank's
     ratios = np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0)
     cut_tokens = summed(lane_of_share[nodes.share], np.where(in_pieces & ~nodes.inner, nodes.length, 0.0), lanes)
-    return Skew(*np.maximum(ratios, 1.0), cut_tokens)
+    tokens, scored, prefill, own, cross, keys = np.maximum(ratios, 1.0)
+    return Skew(tokens, scored, prefill, own, cross, keys, cut_tokens)
 
 
 def skew_of_runs(placement: Placement, loads: Loads) -> Skew:
