@@ -55,7 +55,7 @@ class LiveWeights:
 
 def _product(module: nn.Module) -> int:
     """Weights of a linear layer by its sizes, as a quantised one packs them; 0 of anything else, also of wrappers."""
-    rows, columns = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if next(module.children(), None) is not None or not isinstance(rows, int) or not isinstance(columns, int):
         return 0
     return rows * columns
