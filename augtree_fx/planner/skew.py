@@ -79,7 +79,7 @@ def skew_of(placement: Placement, packing: Packing, loads: Loads, terms: Terms, 
     most[-1] = summed(lane_of_share, np.maximum.reduceat(keys, first), lanes)  # of keys, any rank's
     ratios = np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0)
     cut_tokens = summed(lane_of_share[nodes.share], np.where(cut & ~nodes.inner, nodes.length, 0.0), lanes)
-    return Skew(*np.maximum(ratios, 1.0), cut_tokens)
+    return Skew(*np.vstack([np.maximum(ratios, 1.0), cut_tokens]))
 
 
 def _nodes(placement: Placement, packing: Packing) -> tuple[_Nodes, IntArray]:
