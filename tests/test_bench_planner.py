@@ -16,7 +16,7 @@ from ranks import Ranks
 
 from augtree_fx import CostModel, TreeLayout
 from augtree_fx.__main__ import main
-from augtree_fx.examples.bench import plan_cases, plan_report, plan_steps
+from augtree_fx.examples.bench import plan_cases, plan_report, plan_steps, planner
 from augtree_fx.planner import Execution, Planner, ReplayShape, model_shape
 from augtree_fx.planner.alternatives import alternatives, kind_of
 
@@ -65,6 +65,19 @@ def test_built_in_cases_are_enough_and_small() -> None:
     assert len(cases) >= 24 and len({str(case) for case in cases}) == len(cases)
     assert sum(len(case.trees) > 1 for case in cases) >= 5
     assert {case.model for case in cases} == {"0.6B", "1.7B", "8B"} and max(case.layers for case in cases) <= 6
+
+
+def test_timed_batches_ask_for_all_that_planning_does() -> None:
+    """Even and skewed lengths, one pass and waves, sharing and rows by themselves: the smaller ones, at their size."""
+    cases = [case for case in planner.CASES if case.groups == 64]
+    assert {(case.world_size, case.limit_ms) for case in cases} == {(64, 10.0)} and len({*map(str, planner.CASES)}) == 7
+    assert {(case.lengths, case.limit_ms) for case in planner.CASES if case.groups == 4096} == {
+        (lengths, 1000.0) for lengths in ("even", "skewed", "short prompts")
+    }
+    model = model_shape("Qwen3-8B")
+    plans = [case.planner().plan(case.batch(), model, world_size=case.world_size) for case in cases]
+    assert [plan.reuse for plan in plans] == [True, True, False, True]
+    assert [plan.num_waves > 1 for plan in plans] == [False, False, False, True]
 
 
 def test_alternatives_are_of_every_kind_and_none_beats_the_plan() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import augtree_fx
 from augtree_fx import CostModel, ModelShape, Planner, ReplayShape, TreeLayout
 from augtree_fx.dtensor_ops.lanes import check_lanes
-from augtree_fx.planned import PlannedLanes, rows_of
+from augtree_fx.planned import PlannedLanes, _tokens_of, rows_of
 from augtree_fx.planner import Execution, model_shape
 from augtree_fx.planner.memory import MemoryModel
 from augtree_fx.transforms import find_stack
@@ -137,3 +138,35 @@ def test_prompts_without_room_are_said_once(caplog: pytest.LogCaptureFixture) ->
 def test_a_planner_leaves_nothing_else_to_choose() -> None:
     with pytest.raises(ValueError, match="pass none of lanes=, schedule=, max_wave_tokens= and memory="):
         augtree_fx.transform(torch.nn.Linear(1, 1), planner=Planner(), max_wave_tokens=5)
+
+
+def test_lanes_follow_rows_that_lie_elsewhere() -> None:
+    """Equal trees have one plan; its lanes are kept for batches whose rows lie alike, and no others."""
+    responses = [[100 + place] * length for place, length in enumerate([900, 20, 700, 310])]
+    rows = [[number] * 400 + response for number in range(3) for response in responses]
+    chosen = PlannedLanes(Planner("h200"), model_shape("Qwen3-8B"))
+    together, plans = list(range(12)), []
+    apart = [group * 4 + place for place in range(4) for group in range(3)]
+    for order in (together, apart, together):
+        tokens = [torch.tensor(rows[row]) for row in order]
+        padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-1)
+        layout = TreeLayout.from_padded(padded.clamp(min=0), (padded >= 0).long(), costs=CostModel.free())
+        lanes = chosen(layout, 4)
+        check_lanes(lanes, 4, 12)
+        plans.append((chosen.last, lanes, [sorted(order[row] for row in lane.rows) for lane in lanes]))
+    assert plans[0][0] is plans[1][0] is plans[2][0]
+    assert plans[0][1] == plans[2][1] != plans[1][1]
+    assert plans[0][2] == plans[1][2]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(LENGTHS, min_size=1, max_size=5), st.lists(st.integers(0, 2), min_size=26, max_size=26))
+def test_tokens_of_a_lane_are_those_of_its_paths(groups: list[tuple[int, list[int]]], lanes: list[int]) -> None:
+    layout = layout_of([*groups, (7, [3])])
+    lane_of_row = np.array(lanes[: layout.num_rows])
+    inner, leaf = _tokens_of(layout, lane_of_row, 3)
+    for lane in range(3):
+        ends = {int(node) for node in layout.row_node[lane_of_row == lane]} - {-1}
+        above = {int(layout.parent[node]) for node in ends} - {-1}  # in two levels
+        assert inner[lane] == layout.length[sorted(above)].sum()
+        assert leaf[lane] == layout.length[sorted(ends - above)].sum()

@@ -27,10 +27,11 @@ from augtree_fx.planner import Execution, Hardware, Plan, Planner, ReplayShape, 
 from augtree_fx.planner.alternatives import alternatives
 from augtree_fx.planner.figure import stretches
 from augtree_fx.planner.memory import MemoryModel
+from augtree_fx.planner.packing import _first_fit
 from augtree_fx.planner.placement import even_placement, merged, placements
 from augtree_fx.planner.pricing import best_of, bounds
 from augtree_fx.planner.profiles import profile
-from augtree_fx.planner.units import branches_of, cut
+from augtree_fx.planner.units import branches_of, cut, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLDS = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 64])
@@ -415,3 +416,31 @@ def test_bad_arguments() -> None:
         Planner(max_cached=0)
     with pytest.raises(ValueError, match=r"usable_memory must be in \(0, 1\], got 1.5"):
         Execution(usable_memory=1.5)
+
+
+@quick
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 9))
+def test_things_go_to_the_bin_with_least(sizes: list[int], count: int) -> None:
+    bins, expected = [0] * count, []
+    for size in sizes:
+        expected.append(bins.index(min(bins)))
+        bins[expected[-1]] += size
+    assert spread(np.array(sizes), count).tolist() == expected
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=40), st.sampled_from([1, 2, 8]))
+def test_rounds_are_the_first_with_room(units: list[tuple[int, int]], degree: int) -> None:
+    memory = MemoryModel.of(Planner().costs(SMALL, world_size=8))
+    memory = replace(memory, limit_bytes=float(memory.peak_bytes(900, 900, degree, waved=False)))
+    inner, leaf = [float(prompt) for prompt, _ in units], [float(tokens) for _, tokens in units]
+    rounds: list[list[int]] = []
+    expected = []
+    for prompt, tokens in units:
+        sums = [(held[0] + prompt, held[1] + tokens) for held in [*rounds, [0, 0]]]
+        fits = [memory.peak_bytes(*both, degree, waved=False) <= memory.limit_bytes for both in sums]
+        expected.append(fits.index(True))
+        rounds[expected[-1] : expected[-1] + 1] = [list(sums[expected[-1]])]
+    numbers, needed = _first_fit(inner, leaf, degree, memory)
+    assert numbers == expected
+    assert needed == [float(memory.peak_bytes(*held, degree, waved=False)) for held in rounds]

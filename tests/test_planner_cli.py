@@ -252,4 +252,4 @@ def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["bench", "planner", "--repeats", "1", "--profile", "5", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "new plan: 4096 groups x 16 branches, 1024 ranks" in printed and "cumtime" in printed
-    assert len(json.loads(file.read_text())) == 6
+    assert len(json.loads(file.read_text())) == 7 + 2 * 2  # new plans, and cached ones of the even batches

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from augtree_fx.planner.replay_shape import ReplayShape
+import numpy as np
+
+from augtree_fx.planner.replay_shape import IntArray, ReplayShape
 from augtree_fx.planner.schedule import Schedule
 from augtree_fx.planner.work import Costs
 
@@ -148,6 +150,21 @@ class Plan:
     def memory_bytes(self) -> float:
         """Peak of the fullest rank."""
         return max(lane.memory_bytes for lane in self.lanes)
+
+    @cached_property
+    def lane_of_node(self) -> IntArray:
+        """``[nodes]`` lane of rows of `shape` that end in each node; above the branches, of the tree's last part."""
+        parts = [(number, part) for number, lane in enumerate(self.lanes) for part in lane.parts]
+        found = np.full(self.shape.num_nodes, -1, dtype=np.int64)
+        found[[part.tree for _, part in parts]] = [number for number, _ in parts]
+        count = [len(part.branches) for _, part in parts]
+        branches = np.fromiter((node for _, part in parts for node in part.branches), np.int64, sum(count))
+        found[branches] = np.repeat([number for number, _ in parts], count)
+        begins = self.shape.level_begin.tolist()
+        for first, last in zip(begins[1:-1], begins[2:], strict=True):
+            above = found[self.shape.parent[first:last]]
+            found[first:last] = np.where(found[first:last] < 0, above, found[first:last])
+        return found
 
     @property
     def decisions(self) -> tuple[Any, ...]:

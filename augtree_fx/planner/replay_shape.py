@@ -140,7 +140,13 @@ class ReplayShape:
         """The trees of a batch's layout."""
         ends = layout.row_node[layout.row_node >= 0]
         num_rows = np.bincount(ends, minlength=layout.num_nodes)
-        return ReplayShape.from_nodes(layout.parent, layout.length, num_rows=num_rows)
+        if not len(ends) or layout.length.min() < 1 or layout.length.max() > MAX_TOKENS:
+            return ReplayShape.from_nodes(layout.parent, layout.length, num_rows=num_rows)
+        # The rest of what is checked there holds for every layout.
+        roots = int(np.searchsorted(layout.parent, 0))
+        scored = layout.length.copy()
+        scored[:roots] = scored[layout.parent[roots:]] = 0
+        return ReplayShape(layout.parent.copy(), layout.length.copy(), num_rows, scored)
 
     @cached_property
     def key(self) -> Key:

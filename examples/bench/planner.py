@@ -1,4 +1,4 @@
-"""Host time of planning: new batches of two sizes, cached plans, and a profile that shows where the time goes."""
+"""Host time of planning: new batches, even and skewed, cached plans, and a profile that shows where the time goes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,64 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from tabulate import tabulate
 
 from augtree_fx.examples.bench import timing
-from augtree_fx.planner import Planner, ReplayShape, model_shape
+from augtree_fx.planner import Execution, Planner, ReplayShape, model_shape
 
-# Groups, branches, ranks, and the milliseconds that planning may take.
-CASES = ((64, 16, 64, 10.0), (4096, 16, 1024, 1000.0))
+BRANCHES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch to plan.
+
+    Attributes:
+        groups: of 16 responses each.
+        world_size: ranks.
+        limit_ms: milliseconds that planning may take.
+        lengths: ``even``: prompts of 1k to 4k tokens, responses of 256 to 2k. ``skewed``: both lognormal, medians 1.8k
+            and 1.1k. ``short prompts``: of 50 to 500 tokens, responses lognormal with a median of 3k.
+        usable_memory: of `Execution`; little of it asks for rounds and waves.
+    """
+
+    groups: int
+    world_size: int
+    limit_ms: float
+    lengths: str = "even"
+    usable_memory: float = Execution.usable_memory
+
+    def __str__(self) -> str:
+        memory = "" if self.usable_memory == Execution.usable_memory else f", {self.usable_memory:.0%} of memory"
+        return f"{self.groups} groups x {BRANCHES} branches, {self.world_size} ranks, {self.lengths}{memory}"
+
+    def batch(self) -> ReplayShape:
+        """Its lengths, no two groups alike."""
+        random, size = np.random.default_rng(0), (self.groups, BRANCHES)
+        if self.lengths == "even":
+            lengths = random.integers(1024, 4096, self.groups), random.integers(256, 2048, size)
+        elif self.lengths == "skewed":
+            lengths = _whole(random.lognormal(7.5, 1.0, self.groups)), _whole(random.lognormal(7.0, 1.2, size))
+        else:
+            lengths = random.integers(50, 500, self.groups), _whole(random.lognormal(8.0, 1.0, size))
+        prompts, responses = lengths
+        return ReplayShape.from_groups(prompts.tolist(), responses.tolist())
+
+    def planner(self) -> Planner:
+        """A planner that has no plan yet."""
+        return Planner("h200", execution=Execution(usable_memory=self.usable_memory))
+
+
+CASES = (
+    Case(64, 64, 10.0),
+    Case(64, 64, 10.0, "skewed"),
+    Case(64, 64, 10.0, "short prompts"),
+    Case(64, 64, 10.0, "short prompts", usable_memory=0.15),
+    Case(4096, 1024, 1000.0),
+    Case(4096, 1024, 1000.0, "skewed"),
+    Case(4096, 1024, 1000.0, "short prompts"),
+)
 CACHED_LIMIT_US = 20.0
 _CACHED_CALLS = 200
 _PROFILED_CALLS = 10
@@ -36,11 +87,8 @@ class Row:
     limit_ms: float
 
 
-def batch(groups: int, branches: int) -> ReplayShape:
-    """Prompts of 1k to 4k tokens, responses of 256 to 2k, no two groups alike."""
-    random = np.random.default_rng(0)
-    prompts = random.integers(1024, 4096, groups).tolist()
-    return ReplayShape.from_groups(prompts, random.integers(256, 2048, (groups, branches)).tolist())
+def _whole(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    return np.clip(lengths, 1, 32768).astype(np.int64)
 
 
 def copy(shape: ReplayShape) -> ReplayShape:
@@ -61,23 +109,22 @@ def run(repeats: int, profiled: int, json_file: str | None) -> int:
     """
     model = model_shape("Qwen/Qwen3-8B")
     rows = []
-    for groups, branches, world_size, limit_ms in CASES:
-        shape = batch(groups, branches)
-        planner = Planner("h200")
-        name = f"{groups} groups x {branches} branches, {world_size} ranks"
+    for case in CASES:
+        shape, planner = case.batch(), case.planner()
 
-        def new(shape: ReplayShape = shape, world_size: int = world_size) -> object:
-            return Planner("h200").plan(copy(shape), model, world_size=world_size)
+        def new(case: Case = case, shape: ReplayShape = shape) -> object:
+            return case.planner().plan(copy(shape), model, world_size=case.world_size)
 
-        def cached(shape: ReplayShape = shape, world_size: int = world_size, planner: Planner = planner) -> object:
-            return planner.plan(shape, model, world_size=world_size)
+        def cached(case: Case = case, shape: ReplayShape = shape, planner: Planner = planner) -> object:
+            return planner.plan(shape, model, world_size=case.world_size)
 
-        def next_step(shape: ReplayShape = shape, world_size: int = world_size, planner: Planner = planner) -> object:
-            return planner.plan(copy(shape), model, world_size=world_size)
+        def next_step(case: Case = case, shape: ReplayShape = shape, planner: Planner = planner) -> object:
+            return planner.plan(copy(shape), model, world_size=case.world_size)
 
-        rows.append(_time(f"new plan: {name}", new, repeats, 1, limit_ms))
-        rows.append(_time(f"cached, same shape: {name}", cached, repeats, _CACHED_CALLS, CACHED_LIMIT_US / 1e3))
-        rows.append(_time(f"cached, equal shape: {name}", next_step, repeats, _CACHED_CALLS, CACHED_LIMIT_US / 1e3))
+        rows.append(_time(f"new plan: {case}", new, repeats, 1, case.limit_ms))
+        if case.lengths == "even":  # what the plan says does not matter
+            rows.append(_time(f"cached, same shape: {case}", cached, repeats, _CACHED_CALLS, CACHED_LIMIT_US / 1e3))
+            rows.append(_time(f"cached, equal shape: {case}", next_step, repeats, _CACHED_CALLS, CACHED_LIMIT_US / 1e3))
     print(f"{timing.describe(timing.environment(timing.pick_device('cpu')))}\none core, ms, of {repeats}\n")
     table = [
         [row.name, f"{row.median_ms:.4g}", f"{row.fastest_ms:.4g}", f"{row.median_cpu_ms:.4g}", f"{row.limit_ms:g}"]
@@ -104,12 +151,12 @@ def _time(name: str, step: Callable[[], object], repeats: int, calls: int, limit
 
 
 def _profile(functions: int) -> None:
-    groups, branches, world_size, _ = CASES[0]
-    shape, model = batch(groups, branches), model_shape("Qwen/Qwen3-8B")
+    case, model = CASES[0], model_shape("Qwen/Qwen3-8B")
+    shape = case.batch()
     profile = cProfile.Profile()
     print(f"\nwhere the time of {_PROFILED_CALLS} new plans goes, which the profile makes about twice as long")
     profile.enable()
     for _ in range(_PROFILED_CALLS):
-        Planner("h200").plan(copy(shape), model, world_size=world_size)
+        case.planner().plan(copy(shape), model, world_size=case.world_size)
     profile.disable()
     pstats.Stats(profile, stream=sys.stdout).strip_dirs().sort_stats("tottime").print_stats(functions)
