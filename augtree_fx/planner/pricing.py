@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from augtree_fx.planner.packing import Packing, pack
 from augtree_fx.planner.placement import Placement
 from augtree_fx.planner.replay_shape import IntArray
 from augtree_fx.planner.schedule import Schedule
-from augtree_fx.planner.skew import skew_of, skew_of_runs
+from augtree_fx.planner.skew import skew_of_runs, skews_of
 from augtree_fx.planner.terms import Terms, exchange_us, terms_of
 from augtree_fx.planner.units import FloatArray
 from augtree_fx.planner.work import SCHEDULES, SUMS, Costs
@@ -173,12 +173,14 @@ def refine(priced: Priced, costs: Costs) -> Priced | None:
         even = _chosen(loads, priced._batch.terms.of(priced.lanes), schedules)
     else:
         even = _batch(loads, packing.waves, packing.rounds, schedules, costs)
-    dealt = partial(skew_of, priced.placement, packing, loads, even.terms, even.schedule)
-    skew = dealt()
-    whole = price(skew, cut=False)
-    if whole.total_us <= (1 + _EVEN) * float(even.lane_us.max()):
-        return whole
-    tried = [whole, price(dealt(cut=True), cut=True), price(skew, cut=False, allowed=priced.schedules)]
+    dealt = skews_of(priced.placement, packing, loads, even.terms, even.schedule)
+    skew = dealt(False)
+    tried = [price(skew, cut=False)]
+    least = _EVEN * tried[0].total_us
+    if tried[0].total_us > float(even.lane_us.max()) + least:
+        tried.append(price(dealt(True), cut=True))
+        if ((skew.cross - 1) * loads.cross_us.max(axis=0)).max() > least:  # what queries that move could save
+            tried.append(price(skew, cut=False, allowed=priced.schedules))
     return min(tried, key=lambda one: one.rank)
 
 

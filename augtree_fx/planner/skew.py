@@ -8,6 +8,7 @@ longest makes its lane wait.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,10 +46,10 @@ class _Nodes:
     amounts: FloatArray
 
 
-def skew_of(
-    placement: Placement, packing: Packing, loads: Loads, terms: Terms, schedule: IntArray, *, cut: bool = False
-) -> Skew:
-    """How uneven the lanes of a placement are.
+def skews_of(
+    placement: Placement, packing: Packing, loads: Loads, terms: Terms, schedule: IntArray
+) -> Callable[[bool], Skew]:
+    """How uneven the lanes of a placement are, as a function of whether branches are cut wherever they can be.
 
     Args:
         placement: units in lanes.
@@ -56,34 +57,35 @@ def skew_of(
         loads: of these lanes alone.
         terms: what a lane's ranks take if they share evenly, which decides which rank takes longest.
         schedule: ``[lanes]`` of each lane.
-        cut: whether branches are cut wherever they can be.
     """
     lanes = len(placement.lane_degrees)
     if placement.lane_degrees.max() == 1:
-        return Skew.even(lanes)
+        return lambda cut: Skew.even(lanes)
     nodes, lane_of_share = _nodes(placement, packing)
     degree = placement.lane_degrees[lane_of_share]
     first = np.cumsum(degree) - degree  # of each share's ranks
-    rank, in_pieces = _dealt(nodes, degree, cut=cut)
-    whole = rank >= 0
-    at = first[nodes.share[whole]] + rank[whole]
     num_shares, num_ranks = len(degree), int(degree.sum())
     share_of_rank = np.repeat(np.arange(num_shares), degree)
     total = summed_rows(nodes.share, nodes.amounts, num_shares)
-    apart = summed_rows(at, nodes.amounts[:, whole], num_ranks)
-    spread = (total - np.add.reduceat(apart, first, axis=1)) / degree
-    here = spread[:, share_of_rank] + apart
-    work, keys = here[:-1], here[-1]
-    pace = _pace(summed_rows(lane_of_share, total[:-1], lanes), terms, schedule)[:, lane_of_share[share_of_rank]]
-    slowest = _last_of_each(share_of_rank, (pace * work).sum(axis=0), first)
-    most = summed_rows(lane_of_share, here[:, slowest], lanes)
     mean = summed_rows(lane_of_share, total / degree, lanes)
-    # At least 1, so that no price is below that of even shares: what this rank has less of, it waits for.
-    most[-1] = summed(lane_of_share, np.maximum.reduceat(keys, first), lanes)  # of keys, any rank's
-    ratios = np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0)
-    cut_tokens = summed(lane_of_share[nodes.share], np.where(in_pieces & ~nodes.inner, nodes.length, 0.0), lanes)
-    tokens, scored, prefill, own, cross, keys = np.maximum(ratios, 1.0)
-    return Skew(tokens, scored, prefill, own, cross, keys, cut_tokens)
+    pace = _pace(summed_rows(lane_of_share, total[:-1], lanes), terms, schedule)[:, lane_of_share[share_of_rank]]
+
+    def skew(cut: bool) -> Skew:
+        rank, in_pieces = _dealt(nodes, degree, cut=cut)
+        whole = rank >= 0
+        apart = summed_rows(first[nodes.share[whole]] + rank[whole], nodes.amounts[:, whole], num_ranks)
+        spread = (total - np.add.reduceat(apart, first, axis=1)) / degree
+        here = spread[:, share_of_rank] + apart
+        slowest = _last_of_each(share_of_rank, (pace * here[:-1]).sum(axis=0), first)
+        most = summed_rows(lane_of_share, here[:, slowest], lanes)
+        # At least 1, so that no price is below that of even shares: what this rank has less of, it waits for.
+        most[-1] = summed(lane_of_share, np.maximum.reduceat(here[-1], first), lanes)  # of keys, any rank's
+        ratios = np.where(mean > 0, most / np.where(mean > 0, mean, 1.0), 1.0)
+        cut_tokens = summed(lane_of_share[nodes.share], np.where(in_pieces & ~nodes.inner, nodes.length, 0.0), lanes)
+        tokens, scored, prefill, own, cross, keys = np.maximum(ratios, 1.0)
+        return Skew(tokens, scored, prefill, own, cross, keys, cut_tokens)
+
+    return skew
 
 
 def skew_of_runs(placement: Placement, loads: Loads) -> Skew:
