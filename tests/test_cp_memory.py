@@ -33,24 +33,28 @@ from augtree_fx.dtensor_ops.schedules import SCHEDULES
 from augtree_fx.memory import shown
 from augtree_fx.transforms import stack
 
-# Budgets in which some waves fit.
-CASES: list[Case] = [(model_errors, ("llama", 3, "left"), {"memory": "2.2MiB", "schedule": each}) for each in SCHEDULES]
-CASES += [(model_errors, ("llama", 2, "right"), {"memory": "1.7MiB", "lanes": each}) for each in (halves, waves_of_one)]
-CASES += [(pooled_errors, ("llama", 3, "right", lonely), {"memory": "2.2MiB"}) for lonely in (False, True)]
-CASES += [(sharded_errors, (rows,), {"memory": "2.2MiB"}) for rows in ("replicated", "pooled")]
-CASES += [(sharded_errors, ("pooled",), {"memory": "2.2MiB", "lanes": one_without_rows})]
-CASES += [(wave_errors, ("llama", 3, None, each), {"memory": "1.6MiB"}) for each in (*SCHEDULES, None)]
+
+def cases(more: float = 1.0) -> list[Case]:
+    """Budgets in which some waves fit on 3 ranks, times ``more``."""
+    few, most = (f"{more * mebibytes:.2f}MiB" for mebibytes in (1.7, 2.2))
+    found: list[Case] = [(model_errors, ("llama", 3, "left"), {"memory": most, "schedule": each}) for each in SCHEDULES]
+    found += [(model_errors, ("llama", 2, "right"), {"memory": few, "lanes": each}) for each in (halves, waves_of_one)]
+    found += [(pooled_errors, ("llama", 3, "right", lonely), {"memory": most}) for lonely in (False, True)]
+    found += [(sharded_errors, (rows,), {"memory": most}) for rows in ("replicated", "pooled")]
+    found += [(sharded_errors, ("pooled",), {"memory": most, "lanes": one_without_rows})]
+    return found + [(wave_errors, ("llama", 3, None, each), {"memory": few}) for each in (*SCHEDULES, None)]
 
 
 def test_outputs_and_gradients(worlds: Callable[[int], Ranks]) -> None:
     """In one forward and in `prefill`, with lanes, pooled rows, FSDP2."""
-    assert_exact(worlds(3), CASES)
+    assert_exact(worlds(3), cases())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_more_ranks(worlds: Callable[[int], Ranks], num_ranks: int) -> None:
-    assert_exact(worlds(num_ranks), CASES)
+@pytest.mark.parametrize(("num_ranks", "more"), [(2, 1.3), (4, 1.0)])
+def test_more_ranks(worlds: Callable[[int], Ranks], num_ranks: int, more: float) -> None:
+    """Of two, each has more of the parameters and of the tokens."""
+    assert_exact(worlds(num_ranks), cases(more))
 
 
 def large_model(checkpointing: bool, **options: Any) -> torch.nn.Module:
