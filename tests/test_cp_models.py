@@ -28,6 +28,10 @@ CASES += [
     (model_errors, ("llama", depth, "right"), {"lanes": partial(in_pieces, schedule)})
     for depth, schedule in ((2, "rotate_kv"), (3, "gather_kv"), (3, "move_q"))
 ]
+CASES += [
+    (model_errors, (name, 3, "left"), {"lanes": partial(in_pieces, "gather_kv")})
+    for name in ("mistral", "gpt_oss", "deepseek_v3")
+]
 CASES += [(pooled_errors, ("llama", 2, "right", lonely), {}) for lonely in (False, True)]
 CASES += [(sharded_errors, (rows,), {}) for rows in ("replicated", "pooled")]
 CASES += [(model_errors, ("llama", 2, "right"), {"checkpointing": True, "schedule": "move_q"})]
