@@ -137,16 +137,6 @@ class Shards:
         return found
 
     @cached_property
-    def slot(self) -> IntArray:
-        """``[packed tokens]`` where own tokens lie in the shares of all ranks, one after another; -1 for others."""
-        found = np.full(self.layout.num_tokens, -1, dtype=np.int64)
-        for rank in range(self.num_ranks):
-            tokens = self.tokens(rank)
-            here = np.flatnonzero(tokens >= 0)
-            found[tokens[here]] = rank * self.share + here
-        return found
-
-    @cached_property
     def keys(self) -> tuple[IntArray, IntArray]:
         """``[packed tokens]`` the rank of each token's key, and its place among all keys there."""
         rank, place = (np.full(self.layout.num_tokens, -1, dtype=np.int64) for _ in range(2))

@@ -47,7 +47,8 @@ def attention_errors(
     out, lse = attend(*own, lane, span, leaves.get("sinks"), at.scale, at.softcap, kernel)
     assert torch.isfinite(out).all() and (out[tokens < 0] == 0).all()
     slots = np.concatenate([slots for slots in batch.slots if slots])
-    index = torch.from_numpy(shards.slot[layout.packed_index[slots]])
+    owner, place = shards.keys
+    index = torch.from_numpy((owner * shards.share + place)[layout.packed_index[slots]])
     whole, whole_lse = (torch.ops.augtree.gather_shares(x.contiguous(), group)[index] for x in (out, lse.T))
     loss = (whole * inputs["weigh_out"]).sum() + (whole_lse * inputs["weigh_lse"]).sum()
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from augtree_fx.dtensor_ops.agreement import HostGroup
 from augtree_fx.dtensor_ops.lanes import LanePlan, one_pass_schedule
 from augtree_fx.dtensor_ops.schedules import MOVE_Q, ROTATE_KV
 from augtree_fx.layout import TreeLayout
 from augtree_fx.transforms.wave_budget import Extent, WaveBudget
-
-Choice = TypeVar("Choice")
 
 
 def lane_extent(plan: LanePlan, tree: TreeLayout, min_chunk_tokens: int) -> Extent:
