@@ -110,10 +110,7 @@ def run(world: World, options: Options) -> int:
         options.json if world.rank == 0 else None, environment=found, ranks=world.size, dtype=dtype,
         hardware=options.hardware, checkpointing=options.checkpointing, turns=world.turns,
     )  # fmt: skip
-    where = "on one" if world.turns else "of"
-    world.say(
-        f"{world.size} ranks {where} {timing.describe(found)}\n{dtype}, median of {options.repeats}, slowest rank"
-    )
+    world.introduce(found, dtype, options.repeats)
     planner = Planner(options.hardware, execution=options.execution, bucketed=False)
     for (name, layers), cases in itertools.groupby(options.cases, key=lambda case: (case.model, case.layers)):
         if _is_late(world, start, options):

@@ -56,10 +56,7 @@ def run(world: World, options: Options) -> int:
     ceiling = timing.matmul_tflops(world.device, options.dtype)
     header = {"environment": found, "ranks": world.size, "ceiling_tflops": ceiling, "dtype": dtype}
     results = timing.Results(options.json if world.rank == 0 else None, **header)
-    where = "on one" if world.turns else "of"
-    world.say(
-        f"{world.size} ranks {where} {timing.describe(found)}\n{dtype}, median of {options.repeats}, slowest rank"
-    )
+    world.introduce(found, dtype, options.repeats)
     model = options.model and models.build(options.model, options.layers, world.device, options.dtype)
     built: dict[str, Contender] = {}
     passed = True

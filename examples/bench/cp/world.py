@@ -48,6 +48,13 @@ class World:
         if self.rank == 0:
             print(text, flush=True)
 
+    def introduce(self, environment: dict[str, str | None], dtype: str, repeats: int) -> None:
+        """Print what runs where, and what a figure of the tables below is."""
+        where = "on one" if self.turns else "of"
+        self.say(
+            f"{self.size} ranks {where} {timing.describe(environment)}\n{dtype}, median of {repeats}, slowest rank"
+        )
+
     def all_of(self, value: Any) -> list[Any]:
         """What each rank passes."""
         found: list[Any] = [None] * self.size
